@@ -16,6 +16,7 @@ CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
     None,
 )
+ENTER, ESCAPE = 13, 27
 OPTIONS = (
     "--headless=new",
     "--no-sandbox",

@@ -30,7 +30,7 @@ def test_sixteen_pictures_are_cancelled_while_others_are_answered(run_http, monk
 
     async def scenario(core, http):
         unet = core.engine.unet = Released()
-        side = SIDE * core._model.vae_factor
+        side = SIDE * core.pool.first.model.vae_factor
         asked = {"prompt": "a", "num": 16, "steps": 20, "guidance": 5.0, "width": side, "height": side}
         assert (await http.put("/jobs/x", json=asked)).status_code == 202
         unet.steps.release()

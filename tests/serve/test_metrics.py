@@ -58,7 +58,7 @@ def test_probes_before_the_model_is_there_are_no_refusals(run_http):
 
 def test_the_age_of_the_queue_is_of_the_oldest_job_that_waits(run_http):
     async def scenario(core, http):
-        core._engine._admit = lambda: None  # the device is busy for ever
+        core.engine._admit = lambda: None  # the device is busy for ever
         await http.post("/jobs", json=BODY)
         time.sleep(0.05)
         await http.post("/jobs", json=BODY)

@@ -327,9 +327,9 @@ def test_work_goes_to_the_server_that_has_the_adapter(run_two):
 
 
 def _at_hand(core: Core) -> set[str]:
-    assert core._opened is not None
-    assert core._opened.library is not None
-    return core._opened.library.at_hand()
+    assert core.pool.first.opened is not None
+    assert core.pool.first.opened.library is not None
+    return core.pool.first.opened.library.at_hand()
 
 
 def test_sharing_needs_a_database(model_folder, tmp_path):

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 OF_RAY = ("ray_address", "replicas", "jobs_per_replica", "replica_cpus", "replica_gpus")
 MOST_REPLICAS = 1000
+MODELS_HELP = "a model folder, a hub id, or a family; several, or a folder of models, are chosen by name"
+MODEL_MEMORY_HELP = "of several models at once, such as 20GB; default: half of what is free"
+ModelMemory = Annotated[str | None, typer.Option(help=MODEL_MEMORY_HELP)]
 ADAPTERS_HELP = "a folder of adapters; new ones appear by themselves"
 Adapters = Annotated[Path | None, typer.Option(help=ADAPTERS_HELP)]
 Slots = Annotated[int, typer.Option(min=1, help="adapters that lie ready at once")]
@@ -122,6 +125,7 @@ ReplicaGpus = Annotated[float | None, typer.Option(help="ray: GPUs of a replica;
 class ServeOptions:
     """The server's settings, many by the names of `darkroom.serve.settings.ServeSettings`."""
 
+    model_memory: ModelMemory = None
     adapters: Adapters = None
     slots: Slots = 16
     max_rank: MaxRank = 64
@@ -186,7 +190,7 @@ class ServeOptions:
 @app.command()
 @grouped
 def serve(
-    model: Annotated[str | None, typer.Argument(help="a model folder, a hub id, or a family")] = None,
+    model: Annotated[list[str] | None, typer.Argument(help=MODELS_HELP)] = None,
     *,
     asked: ServeOptions,
 ) -> None:
@@ -195,6 +199,8 @@ def serve(
     OpenAI's and other APIs, metrics. Ctrl-C drains; a second one ends at once.
 
     Example: darkroom serve model/ --adapters loras/ --port 8000
+
+    Example: darkroom serve sd15.safetensors sdxl/ --model-memory 12GB
 
     Example: darkroom serve model/ --engine ray --replicas 1:4 --jobs postgresql+psycopg://me@db/darkroom
     """
@@ -218,7 +224,7 @@ def serve(
 
 def _check(said: dict[str, Any]) -> None:
     """InputError for what does not go together."""
-    if said["model"] is None and not said["vertex"]:
+    if not said["model"] and not said["vertex"]:
         raise InputError("no model", mend="darkroom serve MODEL; see --help")
     plain = said["optimise"] or "auto"
     said["precision"], in_8_bits = options.eight_bits(said["backend"], said["precision"], plain)
@@ -239,13 +245,21 @@ def _check(said: dict[str, Any]) -> None:
 def _settings(said: dict[str, Any]) -> ServeSettings:
     """What the flags say, as the server takes it."""
     from darkroom.serve.api.vertex import model_of, routes_of
-    from darkroom.serve.settings import ServeSettings
+    from darkroom.serve.settings import ServeSettings, models_in
 
+    first, *more = models_in(said["model"] or [model_of()])
+    if more and (said["shared"] or said["engine"] == "ray"):
+        option = "--engine ray" if said["engine"] == "ray" else "--shared"
+        raise InputError(f"{1 + len(more)} models with {option}", allowed="one model")
+    if said["model_memory"] is not None and not more:
+        raise InputError("--model-memory with one model", mend="leave it out, or give several models")
     routes = routes_of() if said["vertex"] else None
     elsewhere = {} if routes is None else {"host": "0.0.0.0", "port": routes.port}
     same = {name: said[name] for name in ServeSettings.model_fields if name in said}
     settings = {
-        "model": said["model"] if said["model"] is not None else model_of(),
+        "model": first,
+        "more_models": tuple(more),
+        "model_memory": _bytes(said["model_memory"]),
         "adapter_memory": _bytes(said["adapter_memory"]),
         "control_memory": _bytes(said["control_memory"]),
         "key_file": said["api_key_file"],

@@ -29,7 +29,7 @@ from darkroom.models.folder import (
 )
 from darkroom.models.latents import LatentScaling
 from darkroom.models.model import NAMES, PARTS, Model, choose_precision, device, precision, slow_bf16
-from darkroom.models.outline import outlined
+from darkroom.models.outline import looked_at, outlined
 from darkroom.models.single_file import save_single_file
 from darkroom.models.tokenizer import find_tokenizer, spelled, train_tokenizer
 from darkroom.models.upscaler import Upscaler, Upscalers, read_upscaler
@@ -74,6 +74,7 @@ __all__ = [
     "is_adapter",
     "is_model",
     "load",
+    "looked_at",
     "merge",
     "merge_all",
     "outlined",

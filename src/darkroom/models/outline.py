@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from darkroom.errors import ModelError
-from darkroom.models.families import FAMILIES, PUBLISHED, create
-from darkroom.models.folder import check_reference, denoiser_class, denoiser_of
+from darkroom.models.checked import check_complete, read_json, tensor_types, weight_files
+from darkroom.models.families import FAMILIES, PUBLISHED, check_fit, create
+from darkroom.models.folder import BAD_SETTINGS, check_reference, denoiser_class, denoiser_of, load
 from darkroom.models.hub import fetch
 from darkroom.models.model import PARTS, Model, numbered
 from darkroom.models.quick_open import without_start
@@ -41,6 +42,42 @@ def outlined(
     words = ["a picture"]
     model.tokenizers = [train_tokenizer(words, vocab_size=514, model_max_length=length) for length in lengths]
     return model
+
+
+WEIGHTY = ("unet", "vae", "text_encoder")
+
+
+def looked_at(ref: str, *, variant: str | None = None, revision: str | None = None) -> Model:
+    """A model as `load` would give it whole, without its weights: its own tokenizers, and files that have
+    every tensor. ModelError where it could not be loaded."""
+    model = load(ref, parts=("tokenizer",), variant=variant, revision=revision)
+    place = Path(model.path or "")
+    try:
+        shapes = outlined(ref, WEIGHTY, revision=revision)
+    except BAD_SETTINGS as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ModelError(f"'{ref}' could not be opened: {reason}") from error
+    missing = [
+        part for part in WEIGHTY if not getattr(shapes, f"{part}s" if part == "text_encoder" else part)
+    ]
+    if missing:
+        raise ModelError(f"'{ref}' has no {' and no '.join(missing)}")
+    model.unet, model.vae, model.text_encoders = shapes.unet, shapes.vae, shapes.text_encoders
+    folder = place if place.is_dir() else None
+    if folder is not None and ref not in FAMILIES:
+        for name, module in model.modules.items():
+            _check_weights(folder / (denoiser_of(folder) if name == "unet" else name), module, variant)
+    check_fit(model, f"'{ref}'")
+    return model
+
+
+def _check_weights(folder: Path, module: Any, variant: str | None) -> None:
+    """ModelError unless a part's files have all its tensors. Reads their headers alone."""
+    there = tensor_types(weight_files(folder, variant))
+    missing = [
+        name for name in module.state_dict() if name not in there and not name.endswith("position_ids")
+    ]
+    check_complete(f"'{folder}'", missing=missing)
 
 
 def text_configs(model: Model) -> list[Any]:
@@ -95,5 +132,5 @@ def _from_configs(path: Path, parts: tuple[str, ...]) -> Model:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    content: dict[str, Any] = read_json(folder / "config.json")
     return content

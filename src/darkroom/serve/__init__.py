@@ -9,7 +9,8 @@ A dialect (a file of `api/`) translates its requests to a `PictureRequest`, and 
     core.finished(job_id, key=) -> Job                              waits for the end
     core.cancel(job_id, key=) -> Job                                its rows are free at the next step
     core.pictures(job_id, key=) -> list[StoredPicture]              PNG bytes and parameters
-    core.model -> ModelCard; core.adapters() -> list[AdapterCard]; core.status() -> Status; core.limits
+    core.model, core.card(name), core.models() -> ModelCard; core.adapters() -> list[AdapterCard]
+    core.status() -> Status; core.limits
     core.nets() -> list[NetCard]; core.embeddings() -> Embeddings; core.glance(job_id, key=) -> PNG or None
 
 All but `model`, `adapters`, `nets`, `embeddings`, `glance`, `status` and `limits` are coroutines (`events` an
@@ -22,8 +23,8 @@ A new dialect is a function `core -> APIRouter` in a file of `api/`, named in `a
 another shape catches it itself. A body that a pydantic model refuses becomes a 422 with the field's name.
 Every path needs a key where the server has keys, unless it is one of `app.OPEN_PATHS`.
 
-`request` says what a picture request may hold. `engine/` owns the model and forms the batch anew at each
-step, with `fairness` choosing who is next. `jobs/` keeps jobs and their pictures; `jobs.core` joins the two.
+`request` says what a picture request may hold. `engine/` owns the models (`engine.pool`: loaded by name) and
+forms the batch anew at each step, with `fairness` choosing who is next. `jobs/` keeps jobs and their pictures; `jobs.core` joins the two.
 `shared_queue` makes one server of several on a database. `hooks` are the operator's own functions, `metrics`
 counts, and `process` runs the server until it is stopped.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import (
     GC_COLLECTOR,
@@ -120,6 +120,35 @@ class Metrics:
         """Have what changes by itself looked up at each scrape, on whichever port it comes."""
         self.ready.set_function(lambda: float(ready()))
         self.queue_age.set_function(queue_age_s)
+
+    def follow_models(
+        self,
+        models: Mapping[str, tuple[Callable[[], float], Callable[[], float]]],
+        *,
+        rows: Callable[[], float],
+        waiting: Callable[[], float],
+        capacity: Callable[[], float],
+    ) -> None:
+        """With several models: the bytes in memory and the pictures waiting of each, their loads and
+        releases; what is said of the server is of all its engines together."""
+        at = self.registry
+        memory = Gauge("darkroom_model_memory_bytes", "Weights in memory, by model", ["model"], registry=at)
+        queue = Gauge("darkroom_model_queue_pictures", "Pictures waiting, by model", ["model"], registry=at)
+        self.model_loads = Counter("darkroom_model_loads", "Times loaded, by model", ["model"], registry=at)
+        self.model_releases = Counter(
+            "darkroom_model_releases", "Times released for another, by model", ["model"], registry=at
+        )
+        self.model_load_seconds = Histogram(
+            "darkroom_model_load_seconds", "Loading a model", buckets=SECONDS_BUCKETS, registry=at
+        )
+        for name, (its_bytes, its_waiting) in models.items():
+            memory.labels(name).set_function(its_bytes)
+            queue.labels(name).set_function(its_waiting)
+            self.model_loads.labels(name)
+            self.model_releases.labels(name)
+        self.rows.set_function(rows)
+        self.waiting.set_function(waiting)
+        self.capacity.set_function(capacity)
 
     def text(self) -> bytes:
         """All of them in Prometheus' text format."""

@@ -49,7 +49,7 @@ def run(settings: ServeSettings) -> None:
     server.run(sockets=[listening])
     if core.state == "broken" and core.engine is None:
         raise _failure(core)
-    if core.engine is None or core.left_at_work:  # a thread that loads or computes cannot be stopped
+    if core.left_at_work:  # a thread that loads or computes cannot be stopped
         leave()
 
 
@@ -70,8 +70,9 @@ def _check_paths(settings: ServeSettings) -> None:
         raise InputError(f"--adapters '{settings.adapters}' is no folder", mend="make it, or name another")
     if settings.mcp and find_spec("mcp") is None:
         raise MissingExtra("mcp", "mcp")
-    if settings.model.startswith((".", "/", "~")) and not Path(settings.model).exists():
-        raise InputError(f"no model at '{settings.model}'", allowed="a model folder, a hub id, or a family")
+    for ref in (settings.model, *settings.more_models):
+        if ref.startswith((".", "/", "~")) and not Path(ref).exists():
+            raise InputError(f"no model at '{ref}'", allowed="a model folder, a hub id, or a family")
 
 
 def _failure(core: Core) -> DarkroomError:

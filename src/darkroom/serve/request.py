@@ -98,6 +98,7 @@ class PictureRequest(_Strict):
     """Pictures of one prompt. None leaves a choice to the model. The server's `Limits` bound it further."""
 
     prompt: str = Field(max_length=100_000, description="what to draw")
+    model: str | None = Field(None, max_length=500, description="of the server's; None: its first")
     negative: str | None = Field(None, max_length=100_000, description="what to steer away from")
     num: int = Field(1, ge=1, le=1000, description="pictures; the i-th has seed + i")
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description="None: drawn when the job is accepted")

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from darkroom.errors import InputError
 from darkroom.options import provenance_wanted
+
+MODEL_PARTS = ("model_index.json", "unet", "transformer", "vae", "text_encoder")
+"""Any of these makes a folder a model, or what is left of one."""
+
+
+def models_in(refs: Sequence[str]) -> list[str]:
+    """The models that were named, with those of folders of models in their place, by name.
+
+    InputError for a model named twice.
+    """
+    found: list[str] = []
+    for ref in refs:
+        folder = Path(ref)
+        if not folder.is_dir() or any((folder / part).exists() for part in MODEL_PARTS):
+            found.append(ref)
+            continue
+        inside = [str(one) for one in sorted(folder.iterdir()) if _is_model(one)]
+        found += inside or [ref]  # the error of a folder that is no model is told where models are read
+    twice = next((ref for ref in found if found.count(ref) > 1), None)
+    if twice is not None:
+        raise InputError(f"'{twice}' is given twice", mend="name it once")
+    return found
+
+
+def _is_model(path: Path) -> bool:
+    if path.name.startswith("."):
+        return False
+    if path.is_dir():
+        return any((path / part).exists() for part in MODEL_PARTS)
+    return path.suffix == ".safetensors" and path.is_file()
 
 
 class VertexRoutes(BaseModel):
@@ -100,6 +132,12 @@ class ServeSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(description="a model folder, a hub id, or a family")
+    more_models: tuple[str, ...] = Field((), description="further ones, which requests choose by name")
+    model_memory: int | None = Field(
+        None,
+        ge=1,
+        description="bytes of several models' weights in memory at once; None: half of what is free",
+    )
     adapters: Path | None = Field(None, description="the folder of adapters; new files appear by themselves")
     slots: int = Field(16, ge=1, le=1024, description="adapters that lie ready on the device at once")
     max_rank: int = Field(64, ge=1, le=1024, description="the largest rank of an adapter")

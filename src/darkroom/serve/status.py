@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import InputError
-from darkroom.serve.engine.loop import Engine
+from darkroom.serve.engine.pool import ModelPool, ServedModel
 from darkroom.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ class Status:
     step_s: float = 0.0
     """A step of one size, lately."""
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """Pictures on their way: job, key, picture, size, step, of."""
+    """Pictures on their way: job, key, model, picture, size, step, of."""
+    models: list[dict[str, Any]] = field(default_factory=list)
+    """Of each model: name, state, bytes in memory, pictures waiting. Empty until they are known."""
 
 
 def model_card(model: Model, settings: ServeSettings, most_pixels: int) -> ModelCard:
@@ -96,10 +98,22 @@ def _usual(model: Model, solver: str) -> dict[str, Any]:
     return {"karras": table.karras, "spacing": table.spacing}
 
 
-def status(engine: Engine | None, state: str, why: str, jobs: int) -> Status:
-    """The status of an engine that may still be loading."""
-    if engine is None:
-        return Status(state, why, jobs)
+def status(pool: ModelPool, state: str, why: str, jobs: int) -> Status:
+    """The status of models that may still be loading; what is said of the engine is of all together."""
+    engines = {one.name: one.engine for one in pool.served if one.engine is not None}
     return Status(
-        state, why, jobs, engine.waiting(), engine.load, engine.capacity, engine.step_s, engine.rows()
+        state,
+        why,
+        jobs,
+        pool.waiting(),
+        sum(engine.load for engine in engines.values()),
+        sum(engine.capacity for engine in engines.values()),
+        max((engine.step_s for engine in engines.values()), default=0.0),
+        [{**row, "model": name} for name, engine in engines.items() for row in engine.rows()],
+        [_state_of(one) for one in pool.served] if pool.known else [],
     )
+
+
+def _state_of(served: ServedModel) -> dict[str, Any]:
+    told = {"name": served.name, "state": served.state, "bytes": served.in_memory()}
+    return {**told, "jobs": len(served.works) + len(served.parked), "waiting": served.waiting()}

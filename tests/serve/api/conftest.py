@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from needs import missing
+from serve.browser import CHROMIUM, Browser
 from serve.conftest import Server, free_port
+from serve.studio import reopened
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +31,34 @@ def server(model_folder, adapter_folder, tmp_path_factory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def http(server) -> httpx.Client:
     return server.http
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory) -> Iterator[Browser]:
+    """One browser for the file; what its scripts complained of fails the test that sees it."""
+    if CHROMIUM is None:
+        missing("no chromium here: apt-get install chromium")
+    started = Browser(tmp_path_factory.mktemp("chromium"))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def page(chromium, server) -> Iterator[Browser]:
+    """The page, opened anew, with nothing kept."""
+    chromium.look(1280, 900)
+    chromium.open("about:blank")
+    chromium.call("Storage.clearDataForOrigin", origin=server.url, storageTypes="all")
+    earlier = server.http.get("/jobs?limit=1000").json()["jobs"]
+    for job in earlier:
+        server.http.delete(f"/jobs/{job['id']}")
+    removed = [f"{job['id']}/{i}" for job in earlier for i in range(job["request"]["num"])]
+    chromium.open(f"{server.url}/page/icon.svg")
+    chromium.js(f"localStorage.setItem('removed', {json.dumps(json.dumps(removed))})")
+    chromium.errors.clear()
+    reopened(chromium, server)
+    yield chromium
+    assert chromium.errors == []
 
 
 def on_vertex(

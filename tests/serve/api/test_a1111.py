@@ -150,7 +150,8 @@ def test_lists(http):
     assert options["sd_model_checkpoint"] == "small"
     assert http.post("/sdapi/v1/options", json=options).status_code == 200
     refused = http.post("/sdapi/v1/options", json={"sd_model_checkpoint": "other"})
-    assert (refused.status_code, refused.json()["error"]) == (422, "not_served")
+    assert (refused.status_code, refused.json()["error"]) == (422, "invalid_value")
+    assert "this server has 'small'" in refused.json()["detail"]
 
 
 def test_what_clients_ask_for_around_the_pictures(http):

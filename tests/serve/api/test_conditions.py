@@ -13,12 +13,12 @@ from PIL import Image, ImageOps
 from safetensors.torch import save_file
 
 from darkroom import models, sample
-from darkroom.models.upscaler import RRDBNet, read_upscaler
+from darkroom.models.upscaler import read_upscaler
 from darkroom.sample import Control, Hires
 from darkroom.serve.engine.tickets import png_of
 from serve.api.conftest import base64_of, opened
 from serve.conftest import Server, difference
-from serve.nets import NAMES, file_of, steering, write_nets
+from serve.nets import NAMES, file_of, steering, write_nets, write_network
 
 QUICK: dict[str, Any] = {"steps": 4, "seed": 5}
 
@@ -57,16 +57,6 @@ def http(small, nets, model_folder, adapter_folder, tmp_path_factory) -> Iterato
     )
     yield server.ready().http
     server.kill()
-
-
-def write_network(file: Path) -> Path:
-    """A network of random weights that makes pictures four times as large."""
-    torch.manual_seed(4)
-    net = RRDBNet(4, 4, 1, 2)
-    for weight in net.parameters():
-        torch.nn.init.normal_(weight, std=0.2)
-    save_file({key: tensor.clone() for key, tensor in net.state_dict().items()}, str(file))
-    return file
 
 
 def drawn(http: Any, **body: Any) -> Image.Image:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
@@ -15,63 +14,11 @@ from PIL import Image, PngImagePlugin
 
 from darkroom import options
 from darkroom.serve.page import PATHS
-from needs import missing
-from serve.browser import CHROMIUM, Browser
+from serve.browser import ENTER, ESCAPE, Browser
 from serve.conftest import Server
+from serve.studio import DONE, expose, reopened, sheet
 
 LONG = 100
-ENTER, ESCAPE, LEFT = 13, 27, 37
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory) -> Iterator[Browser]:
-    """One browser for the file; what its scripts complained of fails the test that sees it."""
-    if CHROMIUM is None:
-        missing("no chromium here: apt-get install chromium")
-    started = Browser(tmp_path_factory.mktemp("chromium"))
-    yield started
-    started.close()
-
-
-@pytest.fixture
-def page(chromium, server) -> Iterator[Browser]:
-    """The page, opened anew, with nothing kept."""
-    chromium.look(1280, 900)
-    chromium.open("about:blank")
-    chromium.call("Storage.clearDataForOrigin", origin=server.url, storageTypes="all")
-    earlier = server.http.get("/jobs?limit=1000").json()["jobs"]
-    for job in earlier:
-        server.http.delete(f"/jobs/{job['id']}")
-    removed = [f"{job['id']}/{i}" for job in earlier for i in range(job["request"]["num"])]
-    chromium.open(f"{server.url}/page/icon.svg")
-    chromium.js(f"localStorage.setItem('removed', {json.dumps(json.dumps(removed))})")
-    chromium.errors.clear()
-    reopened(chromium, server)
-    yield chromium
-    assert chromium.errors == []
-
-
-def reopened(browser: Browser, server: Server) -> None:
-    browser.open(f"{server.url}/")
-    browser.until("document.documentElement.dataset.ready")
-
-
-def expose(page: Browser, prompt: str, **settings: object) -> None:
-    """Fill the form and press Ctrl-Enter; returns when the job is on the easel."""
-    page.write("#prompt", prompt)
-    for name, value in settings.items():
-        page.set(f"#{name}", value)
-    page.key("Enter", ENTER, control=True)
-    page.until(f"[...document.querySelectorAll('.exposure')].some(e => e.ariaLabel === {prompt!r})")
-
-
-def sheet(page: Browser) -> list[str]:
-    """What the pictures on the sheet are called, newest first."""
-    labels = "[...document.querySelectorAll('#sheet .open')].map(e => e.ariaLabel)"
-    return [re.sub(r"^Open: (.*), seed \d+$", r"\1", label) for label in page.js(labels)]
-
-
-DONE = "document.querySelector('.exposure')?.dataset.state === 'done'"
 
 
 def test_a_picture_develops_and_is_that_of_the_api(page, server):

@@ -124,8 +124,16 @@ def test_only_reading_is_open_where_there_are_keys(model_folder, tmp_path):
     server = Server(model_folder, tmp_path / "state", "--api-key-file", str(keys))
     try:
         server.ready()
-        closed = ("/jobs", "/status", "/model", "/metrics", "/sdapi/v1/options", "/v2/models/small", "/docs")
-        for path in ("/", "/server", "/page/app.js", "/v2/health/ready"):
+        closed = (
+            "/jobs",
+            "/status",
+            "/model",
+            "/metrics",
+            "/sdapi/v1/options",
+            "/v2/models/small",
+            "/openapi.json",
+        )
+        for path in ("/", "/server", "/docs", "/page/app.js", "/v2/health/ready"):
             assert server.http.get(path).status_code == 200
         for path in closed:
             assert server.http.get(path).status_code == 401

@@ -71,7 +71,7 @@ def test_adapters_stay_through_both_passes_and_leave_with_a_cancel(run_core, ada
         await core.cancel("x5", key="a")
         states = [(await core.finished(f"x{i}", key="a")).state for i in range(6)]
         assert core.engine is not None
-        library = core._opened.library if core._opened else None
+        library = core.pool.first.opened.library if core.pool.first.opened else None
         assert library is not None
         for _ in range(200):
             if not library._users and not core.engine.load:
@@ -161,8 +161,8 @@ def test_texts_that_come_again_are_encoded_once(small, run_core):
     calls: list[int] = []
 
     async def scenario(core: Core) -> list[Image.Image]:
-        assert core._opened is not None
-        encoder = core._opened.model.text_encoders[0]
+        assert core.pool.first.opened is not None
+        encoder = core.pool.first.opened.model.text_encoders[0]
         hook = encoder.register_forward_hook(lambda _, given, __: calls.append(len(given[0])))
         for i, prompt in enumerate(("a red circle", "a red circle", "a blue square")):
             wanted = PictureRequest(prompt=prompt, steps=3, seed=5, num=1 + i)

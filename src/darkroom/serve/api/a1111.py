@@ -3,7 +3,7 @@
 Prompts are weighted as A1111 weights them, and `<lora:NAME:W>` names an adapter of the server's folder.
 Settings that would change the picture and are not served are refused by name (`a1111_names` has the two that
 are not); those that only concern A1111's own files and windows are taken and not used. `progress` and
-`interrupt` see only what the same key asked for in this dialect.
+`interrupt` see only what the same key asked for in this dialect. So does a model chosen by `options`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import threading
 import time
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -21,6 +23,7 @@ from PIL import Image, ImageOps
 from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import InputError
+from darkroom.hardware.system import atomic_replace
 from darkroom.models.embeddings import Embedding
 from darkroom.options import A1111_NAMES, SAMPLERS, SOLVERS, find_solver
 from darkroom.sample.pictures import a1111_text, parse_a1111
@@ -32,6 +35,7 @@ from darkroom.serve.jobs.admission import Rates, checked_picture
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import MAX_SEED, ControlUpload, HiresChoice, Job, PictureRequest, Uploads
 from darkroom.serve.settings import Limits
+from darkroom.serve.status import ModelCard
 
 PREFIX = "sdapi-"
 """Of the ids of this dialect's jobs."""
@@ -91,12 +95,13 @@ class Txt2Img(BaseModel):
         used = {k: v for k, v in (self.override_settings or {}).items() if k in USED_SETTINGS}
         return {**settings, "override_settings": used}
 
-    def request(self, core: Core) -> PictureRequest:
-        """In the terms of the core."""
+    def request(self, core: Core, chosen: str | None) -> PictureRequest:
+        """In the terms of the core; `chosen` is the model that the caller set by `options`."""
         self.check_others()
         named = _solver_of(self.sampler_name or self.sampler_index, self.scheduler)
         return PictureRequest(
             prompt=self.prompt,
+            model=self._model(core, chosen),
             negative=self.negative_prompt or None,
             num=min(1000, (self.batch_size or 1) * (self.n_iter or 1)),
             seed=None if self.seed in (-1, None) else self.seed,
@@ -107,22 +112,24 @@ class Txt2Img(BaseModel):
             **named,
             eta=(self.eta or 0.0) if named.get("solver") == "ddim" else 0.0,
             weighting="a1111",
-            clip_skip=self._clip_skip(core),
+            clip_skip=self._clip_skip(),
             strength=None,
             hires=self._hires(core),
             controls=tuple(unit.choice() for unit in units_of(self.alwayson_scripts)),
         )
 
-    def uploads(self, core: Core) -> Uploads | None:
+    def uploads(self, core: Core, card: ModelCard) -> Uploads | None:
         """The pictures of the ControlNet extension's units. Takes a while."""
-        controls = self._control_pictures(core, None)
+        controls = self._control_pictures(core, card, None)
         return Uploads(controls=controls) if controls else None
 
-    def _control_pictures(self, core: Core, start: bytes | None) -> tuple[ControlUpload, ...]:
+    def _control_pictures(
+        self, core: Core, card: ModelCard, start: bytes | None
+    ) -> tuple[ControlUpload, ...]:
         units = units_of(self.alwayson_scripts)
         if not units:
             return ()
-        size = self.width or self.height or core.model.width, self.height or self.width or core.model.height
+        size = self.width or self.height or card.width, self.height or self.width or card.height
         if max(size) > core.limits.side_pixels:  # here, for pictures are brought into their shape below
             most = f"width: at most {core.limits.side_pixels} pixels"
             raise Refused(422, "over_limit", most, param="width")
@@ -148,13 +155,20 @@ class Txt2Img(BaseModel):
             upscaler=_upscaler_of(self.hr_upscaler, core.upscalers.names()),
         )
 
-    def _clip_skip(self, core: Core) -> int:
+    def _model(self, core: Core, chosen: str | None) -> str | None:
+        """The model for this request alone, else the one chosen before; 422 for one that is not here."""
+        given = (self.override_settings or {}).get("sd_model_checkpoint")
+        if given is None or (chosen is not None and given == chosen):
+            return chosen
+        return _model_name(core, given, "override_settings")
+
+    def _clip_skip(self) -> int:
         """From `override_settings`; 422 for any other setting that would change the picture."""
         skip = 0
         for name, value in (self.override_settings or {}).items():
             if name == "CLIP_stop_at_last_layers" and isinstance(value, int) and 1 <= value <= 100:
                 skip = value - 1
-            elif name == "sd_model_checkpoint" and value == core.model.name:
+            elif name == "sd_model_checkpoint":
                 continue
             elif name not in UNUSED_SETTINGS:
                 shown = name[:100].encode("ascii", "replace").decode()
@@ -174,23 +188,22 @@ class Img2Img(Txt2Img):
     inpaint_full_res: bool | int | None = None
     inpaint_full_res_padding: int | None = Field(None, ge=0, le=8192)
 
-    def uploads(self, core: Core) -> Uploads:
+    def uploads(self, core: Core, card: ModelCard) -> Uploads:
         """The pictures; what is wrong with them the core finds, which opens them. Takes a while."""
         image = decoded(self.init_images[0], "init_images")
-        controls = self._control_pictures(core, image)
+        controls = self._control_pictures(core, card, image)
         if self.mask is None:
             return Uploads(image, controls=controls)
         mask = decoded(self.mask, "mask")
         return Uploads(image, _inverted(mask, core.limits) if self.inpainting_mask_invert else mask, controls)
 
-    def request(self, core: Core) -> PictureRequest:
+    def request(self, core: Core, chosen: str | None) -> PictureRequest:
         """In the terms of the core. A strength of 0 changes nothing, and is refused."""
         strength = 0.75 if self.denoising_strength is None else self.denoising_strength
         if not strength:
             raise Refused(422, "invalid_value", "denoising_strength: more than 0", param="denoising_strength")
-        return (
-            super().request(core).model_copy(update={"strength": strength, "only_masked": self._only_masked})
-        )
+        more = {"strength": strength, "only_masked": self._only_masked}
+        return super().request(core, chosen).model_copy(update=more)
 
     @property
     def _only_masked(self) -> int | None:
@@ -218,23 +231,24 @@ def a1111_router(core: Core) -> APIRouter:
     """The `/sdapi/v1` routes."""
     router = APIRouter(prefix="/sdapi/v1", tags=["a1111"], route_class=route_in(core, _error))
     reading = Rates(core.limits.rate_per_minute)
+    chosen = ChosenModels(core.settings.state / "a1111-models.json")
 
     @router.post("/txt2img")
     async def txt2img(body: Txt2Img, request: Request) -> dict[str, Any]:
         """Pictures of a prompt."""
-        wanted = body.request(core)
+        wanted = body.request(core, chosen.of(caller(request)))
         if wanted.controls:
             reading.take(caller(request))
-        uploads = await asyncio.to_thread(body.uploads, core)
+        uploads = await asyncio.to_thread(body.uploads, core, core.card(wanted.model))
         return await _answer(core, body, wanted, request, uploads)
 
     @router.post("/img2img")
     async def img2img(body: Img2Img, request: Request) -> dict[str, Any]:
         """Pictures that start from one."""
-        wanted = body.request(core)
+        wanted = body.request(core, chosen.of(caller(request)))
         if wanted.controls or (body.mask is not None and body.inpainting_mask_invert):
             reading.take(caller(request))
-        uploads = await asyncio.to_thread(body.uploads, core)
+        uploads = await asyncio.to_thread(body.uploads, core, core.card(wanted.model))
         return await _answer(core, body, wanted, request, uploads)
 
     @router.get("/progress")
@@ -266,44 +280,49 @@ def a1111_router(core: Core) -> APIRouter:
         reading.take(caller(request))
         return await asyncio.to_thread(_png_info, core, body.image)
 
-    _add_lists(router, core)
+    _add_lists(router, core, chosen)
     add_server_routes(router, core, reading)
     return router
 
 
-def _add_lists(router: APIRouter, core: Core) -> None:
-    """What the server has, and the options that never change."""
+def _add_lists(router: APIRouter, core: Core, chosen: ChosenModels) -> None:
+    """What the server has, and the options: of them only the caller's model can be set."""
 
     @router.get("/options")
-    async def options() -> dict[str, Any]:
-        """The server's settings, as far as they have a name in this dialect."""
-        name = core.model.name
+    async def options(request: Request) -> dict[str, Any]:
+        """The server's settings, as far as they have a name in this dialect, with the caller's model."""
+        name = chosen.of(caller(request)) or core.model.name
         return {"sd_model_checkpoint": name, "samples_format": "png", "CLIP_stop_at_last_layers": 1}
 
     @router.post("/options")
-    async def set_options(body: dict[str, Any]) -> None:
-        """Takes what is so already; nothing can be set for everybody from here."""
-        now = await options()
+    async def set_options(body: dict[str, Any], request: Request) -> None:
+        """Chooses the model of the caller's own requests here, kept over restarts. Else takes what is so
+        already: nothing can be set for everybody."""
+        now = await options(request)
+        given = body.pop("sd_model_checkpoint", None)
+        wanted = None if given is None else _model_name(core, given, "sd_model_checkpoint")
         for name, value in body.items():
             if name not in now or value != now[name]:
                 shown = name[:100].encode("ascii", "replace").decode()
                 raise Refused(
                     422, "not_served", f"{shown}: cannot be set, say it with each picture", param=shown
                 )
+        if wanted is not None and wanted != now["sd_model_checkpoint"]:
+            await asyncio.to_thread(chosen.choose, caller(request), wanted)
 
     @router.get("/sd-models")
     async def sd_models() -> list[dict[str, Any]]:
-        """The model served."""
-        name = core.model.name
+        """The models served."""
         return [
             {
-                "title": name,
-                "model_name": name,
-                "hash": core.model.sha256 and core.model.sha256[:10],
-                "sha256": core.model.sha256,
-                "filename": name,
+                "title": card.name,
+                "model_name": card.name,
+                "hash": card.sha256 and card.sha256[:10],
+                "sha256": card.sha256,
+                "filename": card.name,
                 "config": None,
             }
+            for card in core.models()
         ]
 
     @router.get("/samplers")
@@ -337,6 +356,41 @@ def _add_lists(router: APIRouter, core: Core) -> None:
         """How a second pass may begin."""
         plain = {"model_name": None, "model_path": None, "model_url": None, "scale": None}
         return [{"name": name, **plain} for name in ("Latent", "Lanczos", *core.upscalers.names())]
+
+
+class ChosenModels:
+    """The model that each key has chosen by `options`, in a file: a restart draws by no other."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self._chosen: dict[str, str] = {}
+        if file.is_file():
+            self._chosen = json.loads(file.read_text(encoding="utf-8"))
+
+    def of(self, key: str) -> str | None:
+        """None where the key has chosen none."""
+        return self._chosen.get(key)
+
+    def choose(self, key: str, name: str) -> None:
+        """From now on. Writes a file."""
+        with self._lock:
+            told = {**self._chosen, key: name}
+            beside = self._file.with_suffix(".tmp")
+            beside.write_text(json.dumps(told), encoding="utf-8")
+            atomic_replace(beside, self._file)
+            self._chosen = told
+
+
+def _model_name(core: Core, given: Any, param: str) -> str:
+    """A model's name as the server has it; 422 for none of that name."""
+    try:
+        return core.card(str(given)).name
+    except Refused as refused:
+        if refused.status != 404:
+            raise
+        told = refused.message.removeprefix("model: ")
+        raise Refused(422, "invalid_value", f"sd_model_checkpoint: {told}", param=param) from refused
 
 
 def _embedding(one: Embedding) -> dict[str, Any]:
@@ -396,7 +450,7 @@ def _info(core: Core, job: Job, body: Txt2Img) -> dict[str, Any]:
         "steps": first["steps"],
         "batch_size": num,
         "restore_faces": False,
-        "sd_model_name": core.model.name,
+        "sd_model_name": core.card(job.request.model).name,
         "sd_model_hash": str(first.get("model_sha256", ""))[:10] or None,
         "denoising_strength": job.request.strength,
         "extra_generation_params": {},

@@ -31,6 +31,7 @@ Side = Annotated[int | None, Field(ge=8, le=8192, description="pixels; none: the
 Steps = Annotated[int | None, Field(ge=1, le=1000, description="solver steps; none: the server's usual")]
 Guidance = Annotated[float | None, Field(ge=0, le=1000, description="how closely to follow the prompt")]
 Seed = Annotated[int | None, Field(ge=0, description="the same seed draws the same picture; none: a new one")]
+ModelName = Annotated[str | None, Field(max_length=500, description="of list_models; none: the first")]
 Num = Annotated[int, Field(ge=1, le=16, description="pictures; the i-th has seed + i")]
 Adapters = Annotated[
     dict[str, float] | None, Field(description="adapters of the server by name, each with its weight")
@@ -78,9 +79,11 @@ class Agents:
         seed: Seed = None,
         num: Num = 1,
         adapters: Adapters = None,
+        model: ModelName = None,
     ) -> list[Any]:
         """Draw pictures from a prompt. Returns them as PNG, and what each was made with as JSON."""
-        asked = {"prompt": prompt, "negative": negative, "width": width, "height": height, "steps": steps}
+        asked = {"prompt": prompt, "model": model, "negative": negative, "steps": steps}
+        asked |= {"width": width, "height": height}
         return await self._made(ctx, {**asked, "guidance": guidance, "seed": seed, "num": num}, adapters)
 
     async def edit(
@@ -95,17 +98,19 @@ class Agents:
         guidance: Guidance = None,
         seed: Seed = None,
         adapters: Adapters = None,
+        model: ModelName = None,
     ) -> list[Any]:
         """Redraw a picture, all of it or what is white in a mask. Returns it as PNG, with its settings."""
-        asked = {"prompt": prompt, "negative": negative, "strength": strength, "steps": steps}
+        asked = {"prompt": prompt, "model": model, "negative": negative, "strength": strength, "steps": steps}
         pictures = {"image": image, "mask": mask}
         return await self._made(ctx, {**asked, "guidance": guidance, "seed": seed}, adapters, pictures)
 
     async def list_models(self, ctx: Context[Any, Any]) -> list[Any]:
-        """The model, and the adapters, nets, embeddings and upscalers that may be named, as JSON."""
+        """The models, and the adapters, nets, embeddings and upscalers that may be named, as JSON."""
         core = self.core
         models = {
             "model": asdict(core.model),
+            "models": [card.name for card in core.models()],
             "adapters": [one.name for one in core.adapters()],
             "controls": [one.name for one in core.nets()],
             "embeddings": [one.name for one in core.embeddings().loaded],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import html
 import logging
 from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
+from fastapi.responses import JSONResponse, RedirectResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -22,7 +21,7 @@ from darkroom.errors import DarkroomError
 from darkroom.serve import logs
 from darkroom.serve.api.a1111 import a1111_router
 from darkroom.serve.api.controlnet import controlnet_router
-from darkroom.serve.api.guard import AsgiApp, Guard, Keys, Receive, Send, error_object
+from darkroom.serve.api.guard import SIGNED, AsgiApp, Guard, Keys, Receive, Send, error_object
 from darkroom.serve.api.huggingface import huggingface_router
 from darkroom.serve.api.kserve import kserve_router
 from darkroom.serve.api.native import health_router, jobs_router, server_router
@@ -103,7 +102,7 @@ def make_app(
     if agents is not None:
         app.router.routes.extend(agents.routes)
     _add_errors(app, core)
-    app.add_api_route("/docs", _docs(app), include_in_schema=False)
+    _say_security(app, keys)
     settings = core.settings
     guard = Guard(
         app,
@@ -201,24 +200,26 @@ def _add_errors(app: FastAPI, core: Core) -> None:
         return respond(Refused(500, "internal", "the server failed at this request; its log says more"))
 
 
-def _docs(app: FastAPI) -> Callable[[], Any]:
-    async def docs() -> HTMLResponse:
-        return HTMLResponse(_docs_page(app.openapi()))
+SECURITY: dict[str, dict[str, str]] = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+    "basic": {"type": "http", "scheme": "basic", "description": "the key as the password"},
+}
+"""How a key may come, in OpenAPI's terms."""
 
-    return docs
 
+def _say_security(app: FastAPI, keys: Keys | None) -> None:
+    """Have the OpenAPI document say which keys are asked for, and where none is."""
+    told = app.openapi
 
-def _docs_page(schema: dict[str, Any]) -> str:
-    """The routes as one plain page: nothing is loaded from elsewhere."""
-    rows = [
-        f"<tr><td><code>{method.upper()}</code></td><td><code>{html.escape(path)}</code></td>"
-        f"<td>{html.escape(route.get('description', ''))}</td></tr>"
-        for path, methods in schema["paths"].items()
-        for method, route in methods.items()
-    ]
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>darkroom: routes</title>"
-        "<meta name=viewport content='width=device-width'><body><h1>darkroom</h1>"
-        "<p>What this server answers. All of it for machines: <a href='openapi.json'>openapi.json</a></p>"
-        f"<table>{''.join(rows)}</table></body></html>"
-    )
+    def openapi() -> dict[str, Any]:
+        schema = told()
+        schema.setdefault("components", {})["securitySchemes"] = SECURITY
+        schema["security"] = [{name: []} for name in SECURITY] if keys is not None else []
+        for path, methods in schema["paths"].items():
+            if path in OPEN_PATHS or path.startswith(SIGNED):
+                for method in methods.values():
+                    method["security"] = []
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -20,7 +20,6 @@ from darkroom.serve.api.shared import (
     route_in,
     with_controls,
 )
-from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import MAX_SEED, MOST_CONTROLS, AdapterChoice, ControlGiven, PictureRequest
 
@@ -74,12 +73,13 @@ def huggingface_router(core: Core) -> APIRouter:
     route = route_in(core, lambda refused: {"error": refused.message, "code": refused.code})
     router = APIRouter(tags=["huggingface"], route_class=route)
 
-    async def answer(request: Request) -> Response:
+    async def answer(request: Request, model: str | None) -> Response:
         """A picture of the prompt, in the type that the request accepts."""
         wanted = TextToImage.model_validate(await json_body(request))
         kind = _accepted(request.headers.get("accept", ""))
         uploads = await with_controls(wanted.parameters.controls)
-        jobs = await all_made(core, request, [wanted.request()], uploads=uploads)
+        asked = wanted.request().model_copy(update={"model": model})
+        jobs = await all_made(core, request, [asked], uploads=uploads)
         [png] = await pngs_of(core, jobs)
         headers = {"x-seed": str(jobs[0].request.seed), "Cache-Control": "no-store"}
         content = await asyncio.to_thread(converted, png, kind, provenance=core.provenance)
@@ -88,7 +88,7 @@ def huggingface_router(core: Core) -> APIRouter:
     @router.post("/", response_class=Response, responses=PICTURE, openapi_extra=body_of(TextToImage))  # type: ignore[arg-type]
     async def text_to_image(request: Request) -> Response:
         """A picture of a prompt, as Hugging Face's clients ask for it."""
-        return await answer(request)
+        return await answer(request, None)
 
     @router.post(
         "/models/{name:path}",
@@ -98,9 +98,8 @@ def huggingface_router(core: Core) -> APIRouter:
     )
     async def of_model(name: Annotated[str, Path(max_length=500)], request: Request) -> Response:
         """The same, by the model's name."""
-        if name != core.model.name:
-            raise Refused(404, "model_not_found", "no such model here", param="model")
-        return await answer(request)
+        core.card(name)  # 404 before the body is read
+        return await answer(request, name)
 
     return router
 

@@ -1,8 +1,8 @@
-"""KServe's v2 protocol (open inference): health, the model's metadata, and infer with BYTES tensors.
+"""KServe's v2 protocol (open inference): health, the models' metadata, and infer with BYTES tensors.
 
 Prompts come as a BYTES tensor `prompt`; everything else may come as a tensor of one value for all or one for
 each prompt, or in the request's `parameters`. `controls` is a parameter of all prompts, a list or its JSON.
-The answer's tensor `image` holds base64 pictures.
+The answer's tensor `image` holds base64 pictures. Each model has one version, 1, which may be named.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ TENSORS = {
     "solver": ("solver", "BYTES"),
 }
 """Names of tensors and parameters: the field each is, and the start of its datatype."""
+VERSION = "1"
 Name = Annotated[str, Path(max_length=500)]
 
 
@@ -86,13 +87,22 @@ def kserve_router(core: Core) -> APIRouter:
     @router.get("")
     async def server() -> dict[str, Any]:
         """What this server is."""
-        return {"name": "darkroom", "version": darkroom.__version__, "extensions": []}
+        return {"name": "darkroom", "version": darkroom.__version__, "extensions": ["model_repository"]}
+
+    @router.post("/repository/index")
+    async def index() -> list[dict[str, str]]:
+        """The models, as Triton's model repository lists them: a released one is loaded when asked for."""
+        _check_ready(core)
+        return [
+            {"name": one["name"], "version": VERSION, "state": "READY", "reason": one["state"]}
+            for one in core.status().models
+        ]
 
     @router.get("/health/live")
     async def live() -> dict[str, bool]:
         """The process answers. 503 where only a restart helps."""
-        if core.engine is not None and core.engine.trouble is not None:
-            raise Refused(503, "broken", core.engine.trouble)
+        if (trouble := core.pool.trouble) is not None:
+            raise Refused(503, "broken", trouble)
         return {"live": True}
 
     @router.get("/health/ready")
@@ -101,22 +111,26 @@ def kserve_router(core: Core) -> APIRouter:
         _check_ready(core)
         return {"ready": True}
 
+    @router.get("/models/{name}/versions/{version}")
     @router.get("/models/{name}")
-    async def model(name: Name) -> dict[str, Any]:
-        """The model's tensors."""
-        _check_name(core, name)
+    async def model(name: Name, request: Request) -> dict[str, Any]:
+        """A model's tensors."""
+        _check_name(core, name, request)
         types = {"BYTES": "BYTES", "INT": "INT64", "FP": "FP32"}
         inputs = [{"name": one, "datatype": types[kind], "shape": [-1]} for one, (_, kind) in TENSORS.items()]
         outputs = [{"name": "image", "datatype": "BYTES", "shape": [-1]}]
-        return {"name": name, "platform": "darkroom", "inputs": inputs, "outputs": outputs}
+        told = {"name": name, "versions": [VERSION], "platform": "darkroom"}
+        return {**told, "inputs": inputs, "outputs": outputs}
 
+    @router.get("/models/{name}/versions/{version}/ready")
     @router.get("/models/{name}/ready")
-    async def model_ready(name: Name) -> dict[str, Any]:
-        """Whether the model takes requests."""
-        _check_name(core, name)
+    async def model_ready(name: Name, request: Request) -> dict[str, Any]:
+        """Whether the model takes requests; one that is not loaded is, once asked for."""
+        _check_name(core, name, request)
         _check_ready(core)
         return {"name": name, "ready": True}
 
+    @router.post("/models/{name}/versions/{version}/infer")
     @router.post("/models/{name}/infer")
     async def infer(
         name: Name,
@@ -125,13 +139,13 @@ def kserve_router(core: Core) -> APIRouter:
         inference_header_content_length: Annotated[str | None, Header(max_length=20)] = None,
     ) -> dict[str, Any]:
         """Pictures of the prompts in the tensor `prompt`."""
-        _check_name(core, name)
+        _check_name(core, name, request)
         if inference_header_content_length is not None:
             raise Refused(415, "binary", "tensors in the JSON only, not in a binary part")
         kind = _format(body)
         controls = controls_of(body.parameters.pop("controls", []))
         wanted = [
-            one.model_copy(update={"controls": choices(controls)})
+            one.model_copy(update={"controls": choices(controls), "model": name})
             for one in _requests_of(body, core.limits.pictures)
         ]
         jobs = await all_made(core, request, wanted, uploads=await with_controls(controls))
@@ -147,7 +161,12 @@ def kserve_router(core: Core) -> APIRouter:
             "parameters": {"content_type": MEDIA_TYPES[kind], "encoding": "base64"},
             "data": pictures,
         }
-        answer = {"model_name": name, "outputs": [output], "parameters": {"seeds": _seeds(jobs)}}
+        answer = {
+            "model_name": name,
+            "model_version": VERSION,
+            "outputs": [output],
+            "parameters": {"seeds": _seeds(jobs)},
+        }
         return answer if body.id is None else {"id": body.id, **answer}
 
     return router
@@ -163,9 +182,12 @@ def _check_ready(core: Core) -> None:
         raise Refused(503, trouble[0], trouble[1], retry_after_s=5)
 
 
-def _check_name(core: Core, name: str) -> None:
-    if name != core.model.name:
-        raise Refused(404, "model_not_found", "no such model here", param="model")
+def _check_name(core: Core, name: str, request: Request) -> None:
+    """404 for a model, or a version in the path, that is not here."""
+    core.card(name)
+    if request.path_params.get("version", VERSION) != VERSION:
+        told = f"version: model '{name}' has version {VERSION} alone"
+        raise Refused(404, "model_not_found", told, param="version")
 
 
 def _format(body: InferRequest) -> str:

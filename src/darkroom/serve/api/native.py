@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
+from darkroom.sample.control import MAPS
 from darkroom.serve.api.shared import (
     caller,
     check_signature,
@@ -22,7 +23,9 @@ from darkroom.serve.api.shared import (
     sse,
     with_heartbeat,
 )
+from darkroom.serve.engine.tickets import png_of
 from darkroom.serve.errors import Refused
+from darkroom.serve.jobs.admission import Rates, check_map, checked_picture, served_maps
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import (
     JOB_ID,
@@ -62,6 +65,15 @@ class JobRequest(PictureRequest):
         return wanted, None if uploads == Uploads() else uploads
 
 
+class MapRequest(BaseModel):
+    """A picture, and what is to be made of it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    image: str = Field(description="PNG, JPEG or WebP in base64")
+    map: str = Field(max_length=40, description="one of `maps` of /model")
+
+
 def _plain_job(job: Job) -> dict[str, Any]:
     """A job as JSON has it."""
     values = asdict(job)
@@ -77,8 +89,8 @@ def health_router(core: Core) -> APIRouter:
     @router.get("/live")
     async def live() -> dict[str, str]:
         """The process answers. 503 where only a restart helps."""
-        if core.engine is not None and core.engine.trouble is not None:
-            raise Refused(503, "broken", core.engine.trouble)
+        if (trouble := core.pool.trouble) is not None:
+            raise Refused(503, "broken", trouble)
         return {"state": "live"}
 
     @router.get("/ready")
@@ -180,6 +192,7 @@ async def _lines(events: AsyncIterator[Event]) -> AsyncGenerator[str]:
 def server_router(core: Core) -> APIRouter:
     """The server about itself."""
     router = APIRouter(tags=["server"])
+    reading = Rates(core.limits.rate_per_minute)
 
     @router.get("/status")
     async def status(request: Request) -> dict[str, Any]:
@@ -195,15 +208,31 @@ def server_router(core: Core) -> APIRouter:
         return values
 
     @router.get("/model")
-    async def model() -> dict[str, Any]:
-        """The model served, its adapters, nets and embeddings, and the limits of a request."""
+    async def model(name: Annotated[str | None, Query(max_length=500)] = None) -> dict[str, Any]:
+        """A model (the first for no `name`), the names of all, adapters, nets, embeddings and upscalers, and
+        the limits of a request."""
         return {
-            **asdict(core.model),
-            "adapters": [asdict(card) for card in core.adapters()],
-            "controls": [asdict(card) for card in core.nets()],
-            "embeddings": [one.name for one in core.embeddings().loaded],
+            **asdict(core.card(name)),
+            "models": [card.name for card in core.models()],
+            "adapters": [asdict(card) for card in core.adapters(name)],
+            "controls": [asdict(card) for card in core.nets(name)],
+            "embeddings": [one.name for one in core.embeddings(name).loaded],
+            "upscalers": core.upscalers.names(),
+            "maps": served_maps(),
             "limits": core.limits.model_dump(exclude={"keys"}),
         }
+
+    @router.post("/maps", response_class=Response, responses=PNG)  # type: ignore[arg-type]
+    async def map_of(body: MapRequest, request: Request) -> Response:
+        """What a net would see of a picture: its map, as PNG."""
+        reading.take(caller(request))
+        check_map(body.map)
+
+        def made() -> bytes:
+            image = checked_picture(decoded(body.image, "image"), core.limits, "image")
+            return png_of(MAPS[body.map](image.convert("RGB")))
+
+        return Response(await asyncio.to_thread(made), media_type="image/png")
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

@@ -42,6 +42,7 @@ from darkroom.serve.request import (
     PictureRequest,
     Uploads,
 )
+from darkroom.serve.status import ModelCard
 
 Format = Literal["png", "jpeg", "webp"]
 
@@ -52,7 +53,7 @@ class ImagesRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: str = Field(min_length=1, max_length=100_000)
-    model: str | None = Field(None, max_length=500, description="the one served, or none")
+    model: str | None = Field(None, max_length=500, description="one of /v1/models; none: the first")
     n: int | None = Field(None, ge=1, le=1000)
     size: str | None = Field(None, max_length=20, description="WIDTHxHEIGHT or auto")
     response_format: Literal["b64_json", "url"] | None = None
@@ -79,6 +80,7 @@ class ImagesRequest(BaseModel):
         width, height = _size(self.size)
         return PictureRequest(
             prompt=self.prompt,
+            model=self.model,
             negative=self.negative_prompt,
             num=self.n or 1,
             seed=self.seed,
@@ -135,15 +137,13 @@ def openai_router(core: Core) -> APIRouter:
 
     @router.get("/models")
     async def models() -> dict[str, Any]:
-        """The model served."""
-        return {"object": "list", "data": [_model(core)]}
+        """The models served."""
+        return {"object": "list", "data": [_model(card) for card in core.models()]}
 
     @router.get("/models/{name}")
     async def model(name: Annotated[str, Path(max_length=500)]) -> dict[str, Any]:
-        """The model served, by its name."""
-        if name != core.model.name:
-            raise Refused(404, "model_not_found", "no such model here", param="model")
-        return _model(core)
+        """A model by its name."""
+        return _model(core.card(name))
 
     return router
 
@@ -196,16 +196,14 @@ async def _edit(request: Request) -> tuple[EditsRequest, Uploads]:
     return wanted, Uploads(files["image"], files.get("mask"))
 
 
-def _model(core: Core) -> dict[str, Any]:
-    card = core.model
+def _model(card: ModelCard) -> dict[str, Any]:
     return {"id": card.name, "object": "model", "created": card.created_s, "owned_by": "darkroom"}
 
 
 async def _answer(
     core: Core, wanted: ImagesRequest, request: Request, uploads: Uploads | None, kind: str
 ) -> dict[str, Any] | StreamingResponse:
-    if wanted.model is not None and wanted.model != core.model.name:
-        raise Refused(404, "model_not_found", f"this server has '{core.model.name}'", param="model")
+    core.card(wanted.model)  # 404 before its pictures are looked at
     uploads = await with_controls(wanted.controls, uploads)
     if wanted.stream:
         job_id = next(iter(repeatable_ids(request, 1)), None)

@@ -70,6 +70,7 @@ class VertexParameters(BaseModel):
     lora_id: str | None = Field(None, max_length=200, description="an adapter's name; empty for none")
     lora_scale: float = Field(1.0, allow_inf_nan=False, ge=-100, le=100)
     solver: str | None = Field(None, max_length=40)
+    model: str | None = Field(None, max_length=500, description="of the server's; none: its first")
     controls: list[ControlGiven] = Field(default_factory=list, max_length=MOST_CONTROLS)
 
 
@@ -87,9 +88,8 @@ class PredictRequest(BaseModel):
         return [
             PictureRequest(
                 prompt=one.prompt if one.prompt is not None else one.text or "",
-                negative=parameters.negative_prompt
-                if parameters.negative_prompt is not None
-                else parameters.negativePrompt,
+                model=parameters.model,
+                negative=parameters.negative_prompt if parameters.negative_prompt is not None else parameters.negativePrompt,
                 num=parameters.sampleCount,
                 seed=None if parameters.seed is None else parameters.seed + i * parameters.sampleCount,
                 width=parameters.width,
@@ -98,9 +98,7 @@ class PredictRequest(BaseModel):
                 guidance=parameters.guidance_scale,
                 solver=parameters.solver,
                 controls=choices(parameters.controls),
-                adapters=(AdapterChoice(name=parameters.lora_id, weight=parameters.lora_scale),)
-                if parameters.lora_id
-                else (),
+                adapters=(AdapterChoice(name=parameters.lora_id, weight=parameters.lora_scale),) if parameters.lora_id else (),
             )
             for i, one in enumerate(self.instances)
         ]

@@ -80,8 +80,28 @@ class EngineCallbacks:
     on_stop: Callable[[], None]
 
 
-def open_model(settings: ServeSettings, metrics: Metrics, hooks: EngineCallbacks) -> LoadedModel:
-    """Everything that takes long before the first job. InputError for what cannot be."""
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that is free on a device; None where it does not say."""
+    if accelerator.kind_of(device).own_memory:
+        return accelerator.free_bytes(device)
+    from darkroom.hardware.machine import cgroup_memory_limit
+    from darkroom.hardware.memory import resident_bytes
+
+    free = int(psutil.virtual_memory().available)
+    limit = cgroup_memory_limit()
+    return free if limit is None else min(free, max(0, limit - resident_bytes()))
+
+
+FreeBytes = Callable[[torch.device], int | None]
+
+
+def open_model(
+    settings: ServeSettings, metrics: Metrics, hooks: EngineCallbacks, free: FreeBytes = free_bytes
+) -> LoadedModel:
+    """Everything that takes long before the first job. InputError for what cannot be.
+
+    `free` is the memory that rows, nets and adapters may share, once the model is there.
+    """
     device = models.device(settings.device)
     precision, why = models.choose_precision(settings.precision, device)
     options.check_pair(settings.backend, precision, device.type)
@@ -101,9 +121,10 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: EngineCallbacks
     first_job(model, backend)  # refuses what cannot be
     per_row = row_bytes(model, backend)
     lanes = _lanes(settings, backend, optimise, per_row)
-    capacity = settings.capacity or rows_for_memory(backend, per_row, lanes)
-    library = _open_library(settings, model, backend, metrics, hooks.wake, lanes)
-    nets = _open_nets(settings, model, backend, hooks.wake)
+    capacity = settings.capacity or rows_for_memory(backend, per_row, lanes, free)
+    part = int(CONTROL_SHARE * (free(backend.device) or 0))
+    library = _open_library(settings, model, metrics, hooks.wake, lanes, part)
+    nets = _open_nets(settings, model, backend, hooks.wake, part)
     _first_step(model, backend)
     engine = Engine(
         model,
@@ -201,10 +222,10 @@ def _threads_each(lanes: int) -> int:
 def _open_library(
     settings: ServeSettings,
     model: Model,
-    backend: Backend,
     metrics: Metrics,
     wake: Callable[[], None],
     lanes: int,
+    most_bytes: int,
 ) -> Library | None:
     if settings.adapters is None:
         if settings.adapter_memory is not None:
@@ -220,12 +241,11 @@ def _open_library(
         most_a_row=settings.limits.adapters,
         threads=lanes > 1,
     )
-    most = settings.adapter_memory or int(CONTROL_SHARE * (_free_bytes(backend.device) or 0))
-    return Library(settings.adapters, bank, metrics, wake, most)
+    return Library(settings.adapters, bank, metrics, wake, settings.adapter_memory or most_bytes)
 
 
 def _open_nets(
-    settings: ServeSettings, model: Model, backend: Backend, wake: Callable[[], None]
+    settings: ServeSettings, model: Model, backend: Backend, wake: Callable[[], None], most_bytes: int
 ) -> Nets | None:
     """InputError for a model or backend that nets cannot steer."""
     if settings.controls is None:
@@ -239,7 +259,7 @@ def _open_nets(
         raise InputError("--controls with --deterministic", mend="leave one of them out")
     model.needs_unet("--controls")
     check_backend(backend)
-    most = settings.control_memory or int(CONTROL_SHARE * (_free_bytes(backend.device) or 0))
+    most = settings.control_memory or most_bytes
     if not most:
         raise InputError(
             f"{backend.device.type} does not say how much memory is free", mend="give --control-memory"
@@ -293,15 +313,17 @@ def row_bytes(model: Model, backend: Backend) -> int | None:
     return max(1, (three - one) // 2)
 
 
-def rows_for_memory(backend: Backend, row_bytes: int | None, lanes: int = 1) -> int:
+def rows_for_memory(
+    backend: Backend, row_bytes: int | None, lanes: int = 1, free: FreeBytes = free_bytes
+) -> int:
     """U-Net evaluations that fit in a call, at the model's own size."""
     most = MOST_ROWS.get(backend.device.type, 8)
     if row_bytes is None:
         return most
     if backend.device.type == "cpu" and row_bytes <= SMALL_ROW_BYTES:
         most *= 2
-    free = _free_bytes(backend.device)
-    return 2 if free is None else max(2, min(most, int(SHARE * free) // (row_bytes * lanes)))
+    there = free(backend.device)
+    return 2 if there is None else max(2, min(most, int(SHARE * there) // (row_bytes * lanes)))
 
 
 def _peak_bytes(model: Model, backend: Backend, rows: int) -> int:
@@ -324,14 +346,3 @@ def used_bytes(device: torch.device) -> int:
     from darkroom.hardware.memory import resident_bytes
 
     return resident_bytes()
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    if accelerator.kind_of(device).own_memory:
-        return accelerator.free_bytes(device)
-    from darkroom.hardware.machine import cgroup_memory_limit
-    from darkroom.hardware.memory import resident_bytes
-
-    free = int(psutil.virtual_memory().available)
-    limit = cgroup_memory_limit()
-    return free if limit is None else min(free, max(0, limit - resident_bytes()))

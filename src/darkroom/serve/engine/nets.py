@@ -45,6 +45,11 @@ class NetCard:
     trouble: str | None = None
 
 
+def names_of_nets(folder: Path) -> set[str]:
+    """What requests may name of a folder."""
+    return set(scan(folder, Nets.noun, _folder_of_net))
+
+
 class Nets(Shelf):
     """The nets of the folder, and those in memory."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import EventKind, Job, PictureRequest
 
 if TYPE_CHECKING:
-    from darkroom.serve.engine.loop import Engine
+    from darkroom.serve.engine.pool import ModelPool
 
 
 @dataclass(eq=False, repr=False)
@@ -126,6 +126,8 @@ class Lives:
         self._by_id: dict[tuple[str, str], Live] = {}
         self._places: tuple[float, dict[Any, int]] = (0.0, {})
         self._attended: set[str] = set()
+        self.forgotten: Callable[[EngineJob], None] = lambda _: None
+        """Told of each job that leaves."""
 
     def __len__(self) -> int:
         return len(self._by_uid)
@@ -153,17 +155,18 @@ class Lives:
         self._by_id.pop((live.record.key, live.record.id), None)
         if live.deadline is not None:
             live.deadline.cancel()
+        self.forgotten(live.work)
         live.ended.set()
         self._loop.tick()
         self._metrics.live_jobs.set(len(self))
 
-    def place(self, live: Live, engine: Engine | None) -> int | None:
+    def place(self, live: Live, pool: ModelPool) -> int | None:
         """Pictures to be admitted before a job's first; looked up anew at most every tick."""
-        if live.work.started_s is not None or engine is None:
+        if live.work.started_s is not None:
             return None
         now = time.monotonic()
         if now - self._places[0] > TICK_S:
-            self._places = now, engine.places()
+            self._places = now, pool.places()
         return self._places[1].get(live.work.tickets[0])
 
     @contextmanager

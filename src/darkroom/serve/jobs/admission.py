@@ -11,7 +11,7 @@ import re
 import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +30,6 @@ from darkroom.sample.inputs import check_mask, masked_box, read_mask
 from darkroom.sample.prompt_schedule import readings
 from darkroom.sample.prompts import read_parts
 from darkroom.serve.api.guard import ANONYMOUS
-from darkroom.serve.engine.loop import Engine
 from darkroom.serve.engine.runner import shape_of
 from darkroom.serve.engine.tickets import FORMATS, Shape
 from darkroom.serve.errors import Refused, say
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from darkroom.models.model import Model
     from darkroom.serve.engine.adapters import Library
     from darkroom.serve.engine.nets import Nets
+    from darkroom.serve.engine.pool import ModelPool
 
 
 MOST_KEYS = 10_000
@@ -61,7 +61,7 @@ def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
     # What is not said is left out where it came later: the digests of jobs kept before stay theirs.
     later = {
         name
-        for name in ("hires", "controls", "only_masked", "exponential")
+        for name in ("hires", "controls", "only_masked", "exponential", "model")
         if getattr(request, name) in (None, ())
     }
     values = request.model_dump(mode="json", exclude=later)
@@ -315,10 +315,12 @@ def owner(key: str) -> str:
     return f" with key '{key}'" if key not in ("", ANONYMOUS) else " in all"
 
 
-def check_adapters(request: PictureRequest, library: Library | None) -> None:
-    """422 for an adapter that is not there, is known to be of no use, or is named twice."""
+def check_adapters(request: PictureRequest, library: Library | None, known: Collection[str]) -> None:
+    """422 for an adapter that is not there, is known to be of no use, or is named twice.
+
+    Without a library, of a model that is not loaded, only the names are looked at.
+    """
     names = [choice.name for choice in request.adapters]
-    known = library.names() if library is not None else set()
     for name in names:
         if name not in known:
             raise Refused(
@@ -379,9 +381,22 @@ def check_controls(
         raise Refused(422, "over_limit", f"controls: {say(error)}", param="controls") from error
 
 
+def check_net_names(request: PictureRequest, known: Collection[str]) -> None:
+    """422 for a net that is not in the folder; whether it can be used shows when the model is loaded."""
+    for choice in request.controls:
+        if choice.net not in known:
+            told = f"controls: no net '{choice.net[:100]}' here"
+            raise Refused(422, "unusable_control", told, param="controls")
+
+
+def served_maps() -> list[str]:
+    """What can be made of a net's picture here: canny needs a package."""
+    return [one for one in MAPS if one != "canny" or find_spec("cv2") is not None]
+
+
 def check_map(name: str) -> None:
     """422 for a map that is not known, or that this server lacks a package for."""
-    served = [one for one in MAPS if one != "canny" or find_spec("cv2") is not None]
+    served = served_maps()
     if name not in served:
         shown = name[:40].encode("ascii", "replace").decode()
         message = f"controls: map '{shown}'; allowed here: {', '.join(served)}"
@@ -483,32 +498,32 @@ class Intake:
         self._reserved: Counter[str] = Counter()
         self._line: list[Reservation] = []
 
-    def check_room(self, engine: Engine, key: str, num: int, others: Counter[str] | None = None) -> None:
+    def check_room(self, pool: ModelPool, key: str, num: int, others: Counter[str] | None = None) -> None:
         """429 where the queue is full or the key comes too often; `others` wait for any server, by key."""
         others = others or Counter()
-        waiting = engine.waiting() + self._reserved.total() + others.total()
-        mine = engine.waiting(key) + self._reserved[key] + others[key]
+        waiting = pool.waiting() + self._reserved.total() + others.total()
+        mine = pool.waiting(key) + self._reserved[key] + others[key]
         for there, most, whose in (
             (waiting, self._limits.queue, None),
             (mine, self._queue_of(key), key),
         ):
             if there + num > most:
-                after_s = self._places_free_s(engine, there + num - most, whose)
+                after_s = self._places_free_s(pool, there + num - most, whose)
                 self._promise(Reservation(time.monotonic() + after_s, key, num, 0.0))
                 message = f"{there} pictures wait already{owner(key) if whose else ''}"
                 raise Refused(429, "queue_full", message, retry_after_s=after_s)
         self._rates.take(key)
 
-    def check_work(self, engine: Engine, key: str, num: int, cost: float) -> None:
+    def check_work(self, pool: ModelPool, key: str, num: int, cost: float) -> None:
         """429 where the work that waits would take too long with this job's `cost` on top; alone it may."""
         limits = self._limits
         for whose, most_s in ((None, limits.queue_s), (key, limits.queue_s * limits.queue_share_of(key))):
-            waiting = engine.waiting_cost(whose)
-            waiting_s, own_s = engine.seconds_for(waiting), engine.seconds_for(cost)
+            waiting = pool.waiting_cost(whose)
+            waiting_s, own_s = pool.seconds_for(waiting), pool.seconds_for(cost)
             if not waiting or waiting_s is None or own_s is None or waiting_s + own_s <= most_s:
                 continue
             too_much = waiting * (1 - max(0.0, most_s - own_s) / waiting_s)
-            after_s = self._work_gone_s(engine, too_much, whose)
+            after_s = self._work_gone_s(pool, too_much, whose)
             self._promise(Reservation(time.monotonic() + after_s, key, num, cost))
             whole = f"work of {format_number(waiting_s)} s waits already{owner(key) if whose else ''}"
             message = f"{whole}, and this is {format_number(own_s)} s; "
@@ -529,25 +544,25 @@ class Intake:
         self._line = [one for one in self._line if one.until_s > now_s]
         return [one for one in self._line if key is None or one.key == key]
 
-    def _places_free_s(self, engine: Engine, num: int, key: str | None) -> float:
+    def _places_free_s(self, pool: ModelPool, num: int, key: str | None) -> float:
         """When so many pictures, of a key or of all, will have left the queue, and those promised before."""
-        times = [one.after_s for one in engine.admissions() if key is None or one.key == key]
+        times = [one.after_s for one in pool.admissions() if key is None or one.key == key]
         if not times:
             return UNMEASURED_S
         num += sum(one.num for one in self._promised(key))
         beyond = max(0, num - len(times))  # who was promised a place will wait as well
         return times[min(num, len(times)) - 1] + beyond * times[-1] / len(times)
 
-    def _work_gone_s(self, engine: Engine, work: float, key: str | None) -> float:
+    def _work_gone_s(self, pool: ModelPool, work: float, key: str | None) -> float:
         """When so much of the waiting work will have been admitted, and what was promised before."""
-        admissions = [one for one in engine.admissions() if key is None or one.key == key]
+        admissions = [one for one in pool.admissions() if key is None or one.key == key]
         work += sum(one.cost for one in self._promised(key))
         for one in admissions:
             work -= one.cost
             if work <= 0:
                 return one.after_s
         last_s = admissions[-1].after_s if admissions else UNMEASURED_S
-        return last_s + (engine.seconds_for(work) or 0.0)
+        return last_s + (pool.seconds_for(work) or 0.0)
 
     @contextmanager
     def reserved(self, key: str, num: int) -> Iterator[None]:

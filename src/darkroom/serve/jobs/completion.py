@@ -27,7 +27,7 @@ from darkroom.serve.shared_queue import Sharing
 from darkroom.serve.traces import Traces
 
 if TYPE_CHECKING:
-    from darkroom.serve.engine.loop import Engine
+    from darkroom.serve.engine.pool import ModelPool
 
 
 LOG = logging.getLogger("darkroom.serve")
@@ -53,6 +53,7 @@ class Endings:
         self,
         loop: Loop,
         lives: Lives,
+        pool: ModelPool,
         store: JobStore,
         results: PictureFiles,
         metrics: Metrics,
@@ -60,12 +61,12 @@ class Endings:
         traces: Traces | None = None,
     ) -> None:
         self._traces = traces
-        self._loop, self._lives, self._store, self._results = loop, lives, store, results
+        self._loop, self._lives, self._pool = loop, lives, pool
+        self._store, self._results = store, results
         self._metrics, self._usd_per_hour = metrics, settings.usd_per_hour or 0.0
         self.provenance = _opened_provenance(settings)
         hooks = Hooks.named(settings.hooks, self.provenance)
         self.keeper = ResultWriter(results, store, self._over_soon, settings.usd_per_hour, hooks)
-        self.engine: Engine | None = None
 
     def began(self, work: EngineJob) -> None:
         """Of `Listener`."""
@@ -96,8 +97,7 @@ class Endings:
 
     async def end(self, live: Live, state: str, result: dict[str, Any]) -> None:
         """Stop a job for good. Where it was over a moment before, that is how it ended."""
-        assert self.engine is not None
-        self.engine.drop(live.work)
+        self._pool.drop(live.work)
         state, result = await self.end_row(live.record.uid, state, result)
         self._over(live.work, state, result)
 
@@ -132,8 +132,8 @@ class Endings:
         live = self._lives.get(work.uid)
         if live is None:
             return
-        if not work.over and self.engine is not None:  # withheld while more of it was being drawn
-            self.engine.drop(work)
+        if not work.over:  # withheld while more of it was being drawn
+            self._pool.drop(work)
         live.end(state, result)
         self._lives.forget(live)
         self._metrics.over.labels(state).inc()
@@ -205,10 +205,10 @@ News = AsyncGenerator[tuple[EventKind, dict[str, Any]]]
 class Watchers:
     """Belongs to the event loop's thread. The engine ticks only while somebody watches."""
 
-    def __init__(self, loop: Loop, lives: Lives, sharing: Sharing | None, most: int) -> None:
-        self._loop, self._lives, self._sharing, self._most = loop, lives, sharing, most
+    def __init__(self, loop: Loop, lives: Lives, pool: ModelPool, sharing: Sharing | None, most: int) -> None:
+        self._loop, self._lives, self._pool = loop, lives, pool
+        self._sharing, self._most = sharing, most
         self._count = 0
-        self.engine: Engine | None = None
 
     def check_room(self) -> None:
         """429 where too many clients watch already: before the answer to one more begins."""
@@ -249,7 +249,7 @@ class Watchers:
         """Of a job that is drawn here, until it is over."""
         seen: dict[str, Any] = {}
         while not live.ended.is_set():
-            for one in news(live, seen, self._lives.place(live, self.engine)):
+            for one in news(live, seen, self._lives.place(live, self._pool)):
                 yield one
             await self._loop.next_tick()
         for one in news(live, seen, None):
@@ -265,8 +265,7 @@ class Watchers:
 
     def _set(self, count: int) -> None:
         self._count = count
-        if self.engine is not None:
-            self.engine.watchers = count
+        self._pool.watch(count)
 
 
 def _last_event(job: Job, number: int) -> Event:

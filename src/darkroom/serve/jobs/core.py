@@ -21,7 +21,7 @@ from darkroom.serve import logs
 from darkroom.serve import status as cards
 from darkroom.serve.engine import loader as opening
 from darkroom.serve.engine import tickets
-from darkroom.serve.engine.loop import Engine
+from darkroom.serve.engine.pool import ModelPool, ServedModel
 from darkroom.serve.engine.tickets import EngineJob, Shape
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs import admission
@@ -39,7 +39,8 @@ from darkroom.serve.shared_queue import Sharing, open_sharing, open_stores
 from darkroom.serve.traces import Traces
 
 if TYPE_CHECKING:
-    from darkroom.serve.engine.adapters import Library
+    from darkroom.models.model import Model
+    from darkroom.serve.engine.loop import Engine
     from darkroom.serve.engine.nets import NetCard
 
 
@@ -57,6 +58,8 @@ class Core:
     """One server's jobs. Its coroutines belong to the event loop that `start` was called in."""
 
     def __init__(self, settings: ServeSettings) -> None:
+        if settings.shared and settings.more_models:
+            raise InputError("several models with jobs that are shared", allowed="one model a server")
         self.settings, self.limits = settings, settings.limits_in_force
         self.metrics = Metrics()
         self.metrics.look(lambda: self.trouble() is None, self.queue_age_s)
@@ -68,22 +71,26 @@ class Core:
         """Why it is broken, for who runs it."""
         self.left_at_work = False
         """Closed while a step went on that nothing ends: the process has to be left."""
-        self.engine: Engine | None = None
-        self._opened: opening.LoadedModel | None = None
         self._told_kept: set[str] = set()
         """Jobs whose waiting clients got the answer that the next process draws them."""
         self._loop = Loop()
+        hooks = opening.EngineCallbacks(
+            self._loop.on_tick, self._wake, lambda: self._loop.soon(self._set_all_aside)
+        )
+        self.pool = ModelPool(
+            settings, self.metrics, self._loop, hooks, self._still_possible, self._fail_unloaded
+        )
         self._lives = Lives(self._loop, self.metrics)
+        self._lives.forgotten = self.pool.forget
         self._intake = Intake(self.limits)
         self.traces = None if settings.traces is None else Traces(settings.traces)
-        self._endings = Endings(
-            self._loop, self._lives, self.store, self.results, self.metrics, settings, self.traces
-        )
+        told: tuple[Any, ...] = (self.store, self.results, self.metrics, settings, self.traces)
+        self._endings = Endings(self._loop, self._lives, self.pool, *told)
         self._keeper, self.provenance = self._endings.keeper, self._endings.provenance
         self._house = House(self._loop, self.results, self.store, self._keeper)
         self.sharing = open_sharing(settings, self.store, self._lives)
         self._keeper.server = None if self.sharing is None else self.sharing.leases.owner
-        self._watchers = Watchers(self._loop, self._lives, self.sharing, self.limits.watchers)
+        self._watchers = Watchers(self._loop, self._lives, self.pool, self.sharing, self.limits.watchers)
         self.attended = self._lives.attended
 
     # ---- life
@@ -99,22 +106,16 @@ class Core:
         await asyncio.shield(self._loading)
 
     async def _load(self) -> None:
-        hooks = opening.EngineCallbacks(
-            self._loop.on_tick, self._wake, lambda: self._loop.soon(self._set_all_aside)
-        )
         try:
-            opened = await self._loop.in_daemon_thread(opening.open_model, self.settings, self.metrics, hooks)
-            self._opened, self.engine = opened, opened.engine
-            self._endings.engine = self._watchers.engine = opened.engine
+            opened = await self.pool.open()
         except Exception as error:
             self._broken("the model cannot be loaded", error)
             return
-        self.metrics.capacity.set(self.engine.capacity)
-        fields = {"version": darkroom.__version__, "model": opened.model.name}
+        self.metrics.capacity.set(opened.engine.capacity)
+        fields = {"version": darkroom.__version__, "model": self.pool.first.name}
         self.metrics.build.info(
             {**fields, "precision": self.settings.precision, "backend": self.settings.backend}
         )
-        self.engine.start()
         try:
             await self._take_up_all(opened)
         except Exception as error:
@@ -200,12 +201,7 @@ class Core:
             if self._lives.may_wait(live):
                 self._set_aside(live)
         end = time.monotonic() + seconds
-        while (
-            len(self._lives)
-            and time.monotonic() < end
-            and self.engine is not None
-            and not self.engine.trouble
-        ):
+        while len(self._lives) and time.monotonic() < end and self.pool.known and not self.pool.trouble:
             await asyncio.sleep(0.02)
         self._set_all_aside()
 
@@ -216,8 +212,7 @@ class Core:
 
     def _set_aside(self, live: Live) -> None:
         """Leave a job for the next process: its row in the store stays as it is."""
-        if self.engine is not None:
-            self.engine.drop(live.work)
+        self.pool.drop(live.work)
         live.kept = True
         self._lives.forget(live)
         if self.sharing is not None:
@@ -226,11 +221,7 @@ class Core:
     async def close(self) -> None:
         """Stop computing and close the store. Jobs that are not over stay in it."""
         self._loop.end_tasks()
-        if self.engine is not None:
-            self.left_at_work = not await asyncio.to_thread(self.engine.stop)
-        for shelf in (self._library(), None if self._opened is None else self._opened.nets):
-            if shelf is not None:
-                shelf.close()
+        self.left_at_work = not await self.pool.close()
         await asyncio.to_thread(self._keeper.close)
         if self.sharing is not None:
             await self.sharing.release()
@@ -260,6 +251,7 @@ class Core:
     async def _submit(
         self, request: PictureRequest, key: str, job_id: str | None, uploads: Uploads | None
     ) -> Job:
+        request, chosen = self._with_model(request)
         if uploads is None:
             digest = admission.digest_of(request, None)
         else:
@@ -271,14 +263,15 @@ class Core:
         self._check_open()
         request = admission.with_tags_read(request)
         admission.check_limits(request, self.limits, key)
-        admission.check_adapters(request, self._library())
+        self._check_adapters(request)
         others = None if self.sharing is None else self.sharing.backlog.pictures
-        self._intake.check_room(self._engine, key, request.num, others)
+        self._intake.check_room(self.pool, key, request.num, others)
         uid = uuid.uuid4().hex
         with self._intake.reserved(key, request.num):
             shape = await self._shape(request, uploads)
-            self._intake.check_work(self._engine, key, request.num, shape.whole_cost * request.num)
-            request = request.model_copy(update={"seed": _seed() if request.seed is None else request.seed})
+            self._intake.check_work(self.pool, key, request.num, shape.whole_cost * request.num)
+            seed = _seed() if request.seed is None else request.seed
+            request = request.model_copy(update={"seed": seed, "model": chosen})
             if self.settings.hooks:  # they see finished pictures only: a preview would get past them
                 request = request.model_copy(update={"previews": 0})
             arguments = (uid, self.settings.name, key, job_id or uid, digest, request, shape, uploads)
@@ -358,25 +351,62 @@ class Core:
         wait_s = LOADING_RETRY_S if code == "loading" else DRAINING_RETRY_S
         raise Refused(503, code, message, retry_after_s=wait_s)
 
-    def _library(self) -> Library | None:
-        return self._opened.library if self._opened is not None else None
+    def _with_model(self, request: PictureRequest) -> tuple[PictureRequest, str | None]:
+        """A request that names its model only where that is not the first, and the name to keep with the job:
+        another model must not draw it after a restart. 404 where there is none of that name."""
+        if not self.pool.known:
+            if self.pool.several and request.model is not None:
+                self._check_open()
+            return request.model_copy(update={"model": None}), None
+        served = self.pool.find(request.model)
+        other = None if served is self.pool.first else served.name
+        kept = served.name if self.pool.several else None
+        return request.model_copy(update={"model": other}), kept
+
+    def _check_adapters(self, request: PictureRequest) -> None:
+        opened = self.pool.find(request.model).opened
+        library = None if opened is None else opened.library
+        names = self.pool.adapter_names() if library is None else library.names()
+        admission.check_adapters(request, library, names)
 
     async def _shape(self, request: PictureRequest, uploads: Uploads | None) -> Shape:
-        """What a request costs; 422 where it cannot be."""
-        model, engine = self._model, self._engine
+        """What a request costs; 422 where it cannot be. Of a model that is not loaded some is looked at only
+        when it is."""
+        served = self.pool.find(request.model)
+        opened, model, limits = served.opened, self._model_of(served), self.limits
 
         def checked() -> Shape:
             """The shape of what a request makes, after all checks that open its pictures. Raises Refused."""
-            image, mask = admission.opened_images(request, uploads, self.limits)
-            shape = admission.check_shape(model, request, self.limits, image, mask=mask)
-            admission.check_controls(request, uploads, self.limits, engine.nets, shape)
-            admission.check_upscaler(request, engine.studio.upscalers)
-            admission.check_load(model, shape, engine.largest_load)
+            image, mask = admission.opened_images(request, uploads, limits)
+            shape = admission.check_shape(model, request, limits, image, mask=mask)
+            if opened is not None or self.settings.controls is None:
+                nets = None if opened is None else opened.nets
+                admission.check_controls(request, uploads, limits, nets, shape)
+            else:
+                admission.check_net_names(request, self.pool.net_names())
+            admission.check_upscaler(request, self.upscalers)
+            if served.largest_load is not None:
+                admission.check_load(model, shape, served.largest_load)
             admission.check_texts(model, request)
             return shape
 
         shape: Shape = await self._loop.in_thread(checked)
         return shape
+
+    async def _still_possible(self, work: EngineJob) -> bool:
+        """Whether a job that waited for its model can be drawn by it; else it has ended."""
+        try:
+            self._check_adapters(work.request)
+            await self._shape(work.request, work.uploads)
+        except Refused as error:
+            if (live := self._lives.get(work.uid)) is not None:
+                reason = {"code": error.code, "message": error.message}
+                self._loop.spawn(self._endings.end(live, "failed", {"error": reason}))
+            return False
+        return True
+
+    def _fail_unloaded(self, work: EngineJob, error: BaseException) -> None:
+        self._endings.failed(work, error)
 
     def _enlist(self, record: Record, request: PictureRequest, shape: Shape, uploads: Uploads | None) -> Live:
         """Hand an accepted job to the engine."""
@@ -392,7 +422,7 @@ class Core:
         if record.due_s is not None:
             now_s = time.time() if self.sharing is None else self.sharing.leases.now_s()
             live.deadline = self._loop.later(max(0.0, record.due_s - now_s), self._endings.overdue, live)
-        self._engine.submit(live.work)
+        self.pool.submit(live.work)
         return live
 
     async def get(self, job_id: str, *, key: str, wait_s: float = 0.0) -> Job:
@@ -527,19 +557,41 @@ class Core:
 
     @property
     def model(self) -> cards.ModelCard:
-        """What the model is and can do."""
-        most = int(self._engine.largest_load / 2 * self._engine.own_pixels)
-        return cards.model_card(self._model, self.settings, min(most, self.limits.side_pixels**2))
+        """What the first model is and can do."""
+        return self.card(None)
 
-    def adapters(self) -> list[tickets.AdapterCard]:
+    def card(self, name: str | None) -> cards.ModelCard:
+        """What a model is and can do, the first for no name; 404 where there is none of that name."""
+        if not self.pool.known:
+            raise self._not_known()
+        served = self.pool.find(name)
+        model, most = self._model_of(served), self.limits.side_pixels**2
+        if served.largest_load is not None:
+            most = min(most, int(served.largest_load / 2 * model.sample_size**2))
+        return cards.model_card(model, self.settings, most)
+
+    def models(self) -> list[cards.ModelCard]:
+        """What each model is and can do, the first before the others."""
+        if not self.pool.known:
+            raise self._not_known()
+        return [self.card(one.name) for one in self.pool.served]
+
+    def adapters(self, model: str | None = None) -> list[tickets.AdapterCard]:
         """The adapters that a request may name."""
-        library = self._library()
-        return [] if library is None else library.cards()
+        opened = self._opened_or_any(model)
+        return [] if opened is None or opened.library is None else opened.library.cards()
+
+    def _opened_or_any(self, model: str | None) -> opening.LoadedModel | None:
+        """A loaded model; where that one is not, another tells what lies in the folders."""
+        if not self.pool.known:
+            return None
+        return self.pool.find(model).opened or next(iter(self.pool.opened), None)
 
     @property
     def device(self) -> torch.device | None:
-        """Where pictures are drawn, once the model is there."""
-        return None if self._opened is None else self._opened.engine.studio.backend.device
+        """Where pictures are drawn, once a model is there."""
+        engine = next(iter(self.pool.engines), None)
+        return None if engine is None else engine.studio.backend.device
 
     def glance(self, job_id: str, *, key: str) -> bytes | None:
         """The latest sight of a running job, as PNG, and asks for a newer one; None where there is none yet.
@@ -554,25 +606,27 @@ class Core:
             ticket.glance = True
         return live.work.glance
 
-    def nets(self) -> list[NetCard]:
+    def nets(self, model: str | None = None) -> list[NetCard]:
         """The nets that a request may name."""
-        nets = None if self._opened is None else self._opened.nets
-        return [] if nets is None else nets.cards()
+        opened = self._opened_or_any(model)
+        return [] if opened is None or opened.nets is None else opened.nets.cards()
 
-    def embeddings(self) -> opening.Embeddings:
+    def embeddings(self, model: str | None = None) -> opening.Embeddings:
         """The textual inversions that prompts may name, and those that are for other models."""
-        return opening.Embeddings() if self._opened is None else self._opened.embeddings
+        return self.pool.find(model).embeddings if self.pool.known else opening.Embeddings()
 
     @property
     def upscalers(self) -> Upscalers:
         """The networks that make pictures larger."""
-        engine = self.engine
-        return Upscalers(None, torch.device("cpu")) if engine is None else engine.studio.upscalers
+        engine = next(iter(self.pool.engines), None)
+        if engine is None:
+            return Upscalers(self.settings.upscalers if self.pool.known else None, torch.device("cpu"))
+        return engine.studio.upscalers
 
     def status(self) -> cards.Status:
         """The server as it is now."""
         trouble = self.trouble()
-        return cards.status(self.engine, self.state, trouble[1] if trouble else "", len(self._lives))
+        return cards.status(self.pool, self.state, trouble[1] if trouble else "", len(self._lives))
 
     async def used_today(self, key: str) -> int:
         """Pictures of a key accepted since 0:00 UTC."""
@@ -581,11 +635,10 @@ class Core:
 
     def metrics_text(self) -> bytes:
         """The counters, with what is only looked up when asked for."""
-        if self._opened is not None:
-            device = self._opened.engine.studio.backend.device
+        if (device := self.device) is not None:
             self.metrics.device_memory.set(opening.used_bytes(device))
-            if (nets := self._opened.nets) is not None:
-                self.metrics.net_memory.set(nets.bytes)
+        nets = [opened.nets.bytes for opened in self.pool.opened if opened.nets is not None]
+        self.metrics.net_memory.set(sum(nets))
         return self.metrics.text()
 
     def queue_age_s(self) -> float:
@@ -600,8 +653,8 @@ class Core:
         """Why no new job is taken (code, message), None where they are."""
         if self.state != "ready":
             return self.state, self.why
-        if self.engine is not None and self.engine.trouble is not None:
-            return "broken", self.engine.trouble
+        if (trouble := self.pool.trouble) is not None:
+            return "broken", trouble
         if self.store.trouble is not None or self._keeper.trouble is not None:
             return "storage", "jobs cannot be written to the disk or the database"
         return None
@@ -618,23 +671,25 @@ class Core:
     # ---- small things
 
     @property
-    def _engine(self) -> Engine:
-        if self.engine is None:
-            raise Refused(503, self.state, self.why, retry_after_s=LOADING_RETRY_S)
-        return self.engine
+    def engine(self) -> Engine | None:
+        """Of the first model, while that is loaded."""
+        return self.pool.first.engine
 
-    @property
-    def _model(self) -> Any:
-        if self._opened is None:
-            raise Refused(503, self.state, self.why, retry_after_s=LOADING_RETRY_S)
-        return self._opened.model
+    def _not_known(self) -> Refused:
+        return Refused(503, self.state, self.why, retry_after_s=LOADING_RETRY_S)
+
+    def _model_of(self, served: ServedModel) -> Model:
+        """A model as far as it is in memory."""
+        if served.model is None:
+            raise self._not_known()
+        return served.model
 
     def _place(self, live: Live) -> int | None:
-        return self._lives.place(live, self.engine)
+        return self._lives.place(live, self.pool)
 
     def _wake(self) -> None:
-        if self.engine is not None:
-            self.engine.wake()
+        for engine in self.pool.engines:
+            engine.wake()
 
 
 def _seed() -> int:

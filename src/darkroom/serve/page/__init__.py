@@ -18,16 +18,22 @@ from fastapi.responses import Response
 from darkroom import options
 from darkroom.serve.jobs.core import Core
 
-PAGES = {"/": "index.html", "/server": "server.html"}
+PAGES = {"/": "index.html", "/server": "server.html", "/docs": "docs.html"}
 FILES = (
     "style.css",
     "icon.svg",
     "app.js",
     "also.js",
     "common.js",
+    "controls.js",
+    "docs.js",
+    "grid.js",
+    "history.js",
     "keep.js",
     "mask.js",
+    "pictures.js",
     "png.js",
+    "queue.js",
     "view.js",
     "server.js",
     "theme.js",

@@ -1,8 +1,11 @@
 // The page: jobs on the easel while they are denoised, finished pictures in the gallery.
 import { $, addThemes, ask, askJson, follow, kept, make, Refusal, say } from "./common.js";
 import { Form } from "./form.js";
+import { Grid, sheetOf, tableOf } from "./grid.js";
+import { History } from "./history.js";
 import { all, forget, keep } from "./keep.js";
 import { settingsIn } from "./png.js";
+import { Queue } from "./queue.js";
 import { Viewer } from "./view.js";
 
 const PREFIX = "page-";
@@ -11,7 +14,12 @@ const MOST_REMOVED = 2000;
 const jobs = new Map();
 let pictures = [];
 const form = new Form();
-const viewer = new Viewer(() => pictures, { onSettings: takeUp, onStart: (blob) => form.startFrom(blob), onRemove: remove });
+const viewer = new Viewer(() => shown(), {
+  onSettings: takeUp, onStart: (blob) => form.startFrom(blob), onRemove: remove, onShare: share, onMade: addMade,
+});
+const queue = new Queue(() => [...jobs.values()]);
+const history = new History(({ prompt, negative }) => form.restore({ prompt, negative }));
+new Grid(form, exposeGrid);
 
 // ---- a job on the easel
 
@@ -53,6 +61,7 @@ class OnEasel {
     if (state && state !== this.state) say(text, { quietly: true });
     this.state = state ?? this.state;
     this.card.dataset.state = this.state;
+    queue.show();
   }
 
   stepped({ picture, step, of, done, total }) {
@@ -64,6 +73,7 @@ class OnEasel {
     if (quarter > (this.quarter ?? 0) && quarter < 4) say(`${quarter * 25} percent`, { quietly: true });
     this.quarter = quarter;
     this.state = this.card.dataset.state = "running";
+    queue.show();
     for (const { box } of this.frames) box.style.setProperty("--left", String(1 - done / total));
   }
 
@@ -103,32 +113,84 @@ class OnEasel {
 }
 
 function place(id, request) {
-  for (const one of [...document.querySelectorAll('.exposure[data-state="done"], .exposure[data-state="failed"]')]) one.remove();
+  for (const one of [...$("easel").children]) if (["done", "failed"].includes(one.dataset.state)) one.remove();
   const { width, height } = request;
   const onEasel = new OnEasel(id, request.num, (width ?? form.model.width) / (height ?? form.model.height), request.prompt);
   jobs.set(id, onEasel);
   $("easel").prepend(onEasel.card);
+  queue.show();
   showEmpty();
   return onEasel;
 }
 
+const newId = () => PREFIX + [...crypto.getRandomValues(new Uint8Array(12))].map((one) => one.toString(16).padStart(2, "0")).join("");
+const put = (id, body) => ask(`/jobs/${id}`, { method: "PUT", body, headers: { "Content-Type": "application/json" } });
+
 async function expose() {
   tellProblem(null);
   if (!form.model) return;
-  const id = PREFIX + [...crypto.getRandomValues(new Uint8Array(12))].map((one) => one.toString(16).padStart(2, "0")).join("");
-  const body = await form.request();
+  const id = newId();
+  let body;
+  try {
+    body = await form.request();
+  } catch (error) {
+    tellProblem(error);
+    return;
+  }
+  history.add($("prompt").value, $("negative").value);
   const onEasel = place(id, JSON.parse(body));
   if (matchMedia("(max-width: 60rem)").matches) onEasel.card.scrollIntoView({ behavior: "smooth", block: "center" });
   try {
-    await ask(`/jobs/${id}`, { method: "PUT", body, headers: { "Content-Type": "application/json" } });
+    await put(id, body);
   } catch (error) {
     jobs.delete(id);
+    queue.show();
     onEasel.gone();
     showEmpty();
     tellProblem(error);
     return;
   }
   await watch(onEasel);
+}
+
+/** Each cell is a job of its own; its picture goes to its place in the table, and to the gallery. */
+async function exposeGrid(cells, told, problem = null) {
+  tellProblem(problem);
+  if (problem) return;
+  history.add($("prompt").value, $("negative").value);
+  const { table, places } = tableOf(cells, told);
+  const save = make("a", { className: "soft", hidden: true, download: "grid.png" }, "Save the grid");
+  const card = make("article", { className: "exposure grid-card", tabIndex: -1 }, make("div", { className: "grid-scroll", tabIndex: 0, role: "region" }, table), save);
+  card.setAttribute("aria-label", told.title);
+  card.firstChild.setAttribute("aria-label", told.title);
+  card.dataset.state = "running";
+  $("easel").prepend(card);
+  const images = await Promise.all(cells.map((cell, i) => inCell(cell, places[i])));
+  card.dataset.state = "done";
+  if (!images.some(Boolean)) return;
+  save.href = URL.createObjectURL(await sheetOf(told, images));
+  save.hidden = false;
+  say("The grid is finished.");
+}
+
+async function inCell({ body }, place) {
+  const request = JSON.parse(body);
+  const job = new OnEasel(newId(), 1, (request.width ?? form.model.width) / (request.height ?? form.model.height), request.prompt);
+  jobs.set(job.id, job);
+  queue.show();
+  place.append(job.card);
+  try {
+    await put(job.id, body);
+    await watch(job);
+  } catch (error) {
+    jobs.delete(job.id);
+    job.say(error.message, "failed");
+    job.stop.hidden = true;
+    queue.show();
+  }
+  const [{ image }] = job.frames;
+  if (job.state === "done") await image.decode().catch(() => {});
+  return job.state === "done" ? image : null;
 }
 
 /** Follow a job to its end, however often the connection breaks. */
@@ -155,6 +217,7 @@ async function watch(onEasel) {
 
 async function over(onEasel, job) {
   jobs.delete(job.id);
+  queue.show();
   if (job.state === "done") {
     onEasel.done(await adopt(job));
     return;
@@ -203,15 +266,37 @@ function onSheet(picture) {
   return shown;
 }
 
+/** The pictures that have all words of the search somewhere in their settings. */
+function shown() {
+  const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  if (!words.length) return pictures;
+  const told = ({ parameters: p }) => [p.prompt, p.negative, p.model, p.solver, p.seed, JSON.stringify(p.adapters ?? "")].join(" ").toLowerCase();
+  return pictures.filter((one) => { const text = told(one); return words.every((word) => text.includes(word)); });
+}
+
 function showSheet() {
   const there = new Map([...$("sheet").children].map((one) => [one.dataset.id, one]));
-  $("sheet").replaceChildren(...pictures.map((picture, i) => {
+  const found = shown();
+  const numbers = new Map(pictures.map((picture, i) => [picture.id, pictures.length - i]));
+  $("sheet").replaceChildren(...found.map((picture) => {
     const item = there.get(picture.id) ?? frameOf(picture);
-    item.querySelector(".number").textContent = String(pictures.length - i);
+    item.querySelector(".number").textContent = String(numbers.get(picture.id));
     return item;
   }));
-  $("sheet-count").textContent = pictures.length ? `${pictures.length} kept in this browser` : "";
+  const all = pictures.length ? `${pictures.length} kept in this browser` : "";
+  $("sheet-count").textContent = found.length < pictures.length ? `${found.length} of ${all}` : all;
+  $("nothing-found").hidden = !pictures.length || found.length > 0;
   showEmpty();
+}
+
+/** A picture made of another in this browser's gallery, such as a larger one. */
+async function addMade(picture) {
+  const made = { ...picture, id: newId(), made: Date.now() };
+  delete made.url;
+  await keep(made);
+  const found = onSheet(made);
+  showSheet();
+  return found;
 }
 
 function frameOf(picture) {
@@ -243,10 +328,42 @@ function remove(picture) {
 
 // ---- settings out of pictures
 
-function takeUp(told) {
+async function takeUp(told) {
+  if (told.model && told.model !== form.model.name && form.model.models.includes(told.model)) await pickModel(told.model);
   form.restore({ negative: "", ...told, num: 1 });
   say("Its settings are in the form.");
   $("prompt").focus();
+}
+
+const LINKED = ["prompt", "negative", "width", "height", "steps", "guidance", "seed", "solver", "strength", "enlarge", "adapters",
+  "karras", "spacing", "eta", "guidance_rescale", "clip_skip", "weighting", "hires", "model"];
+
+/** A link that opens this page with settings in its form; pictures are not in it. */
+async function share(told) {
+  const said = Object.fromEntries(LINKED.filter((name) => told[name] !== undefined && told[name] !== null && told[name] !== "").map((name) => [name, told[name]]));
+  const text = btoa(String.fromCharCode(...new TextEncoder().encode(JSON.stringify(said))));
+  const link = `${location.href.replace(/#.*/, "")}#with=${text.replaceAll("+", "-").replaceAll("/", "_").replace(/=+$/, "")}`;
+  try {
+    await navigator.clipboard.writeText(link);
+    say("The link is in the clipboard.");
+  } catch {
+    window.history.replaceState(null, "", link);
+    say("The link is in the address bar.");
+  }
+}
+
+/** The settings of a link that was followed. */
+async function takeLink() {
+  const found = /^#with=([\w-]+)$/.exec(location.hash);
+  if (!found) return;
+  window.history.replaceState(null, "", location.pathname + location.search);
+  try {
+    const bytes = Uint8Array.from(atob(found[1].replaceAll("-", "+").replaceAll("_", "/")), (one) => one.charCodeAt(0));
+    const told = JSON.parse(new TextDecoder().decode(bytes));
+    await takeUp({ seed: "", ...Object.fromEntries(LINKED.filter((name) => name in told).map((name) => [name, told[name]])) });
+  } catch {
+    say("The link's settings cannot be read.");
+  }
 }
 
 async function takeFile(file) {
@@ -265,9 +382,10 @@ function addDrops() {
   addEventListener("dragover", (event) => { if (files(event)) event.preventDefault(); });
   addEventListener("drop", (event) => {
     if (!files(event)) return;
-    event.preventDefault();
     depth = 0;
     shown(false);
+    if (event.defaultPrevented) return; // a net's picture
+    event.preventDefault();
     const [file] = event.dataTransfer.files;
     if (!file) return;
     if (event.target.closest?.("#start")) form.startFrom(file);
@@ -311,10 +429,25 @@ function addKeys() {
   $("help-close").onclick = () => $("help-dialog").close();
 }
 
+/** Another model of the server: what it can do; prompt and pictures stay. */
+async function pickModel(name) {
+  const told = await askJson(`/model?name=${encodeURIComponent(name)}`);
+  const { prompt, negative } = form.settings();
+  form.allow(told);
+  form.restore({ prompt, negative });
+  viewer.allow(told);
+  $("model").textContent = told.name;
+  kept.set("model", told.name);
+}
+
 async function loadModel() {
   for (;;) {
     try {
-      form.allow(await askJson("/model"));
+      let told = await askJson("/model");
+      const chosen = kept.get("model");
+      if (chosen !== told.name && told.models.includes(chosen)) told = await askJson(`/model?name=${encodeURIComponent(chosen)}`);
+      form.allow(told);
+      viewer.allow(told);
       $("model").textContent = form.model.name;
       tellProblem(null);
       $("generate").disabled = false;
@@ -341,10 +474,23 @@ async function begin() {
   addThemes();
   addKeys();
   addDrops();
+  $("search").value = sessionStorage.getItem("search") ?? "";
+  $("search").oninput = () => { sessionStorage.setItem("search", $("search").value); showSheet(); };
+  $("share").onclick = () => share(form.settings());
+  $("seed-again").onclick = () => {
+    if (!pictures.length) { say("No picture yet."); return; }
+    $("seed").value = String(pictures[0].parameters.seed);
+    form.keep();
+  };
+  $("model-pick").onchange = () => pickModel($("model-pick").value).catch(tellProblem);
+  addEventListener("hashchange", takeLink);
   for (const picture of await all()) onSheet(picture);
   showSheet();
   await loadModel();
-  if (form.model) await takeUpJobs().catch(tellProblem);
+  if (form.model) {
+    await takeUpJobs().catch(tellProblem);
+    await takeLink();
+  }
   document.documentElement.dataset.ready = "true";
 }
 

@@ -32,7 +32,8 @@ export class Refusal extends Error {
 
 let waitingForKey = null;
 
-function withKey(options) {
+/** A request's options with the key, where there is one. */
+export function withKey(options) {
   const headers = { ...options.headers };
   const key = sessionStorage.getItem("key");
   if (key) headers.Authorization = `Bearer ${key}`;

@@ -1,7 +1,9 @@
 // The form: what the model allows, what is kept between visits, and what it says as a request.
 import { Also } from "./also.js";
 import { $, kept, make, say } from "./common.js";
+import { Controls } from "./controls.js";
 import { Painter } from "./mask.js";
+import { encoded, extended, onCanvas } from "./pictures.js";
 import { SOLVER_NAMES } from "./solvers.js";
 import { adaptersOf } from "./view.js";
 
@@ -9,15 +11,17 @@ const SHAPES = [["1:1", 1, 1], ["3:2", 3, 2], ["2:3", 2, 3], ["16:9", 16, 9], ["
 const PLAIN = ["prompt", "negative", "width", "height", "steps", "guidance", "seed", "num", "solver", "strength", "enlarge"];
 const FINE = { steps: 1, guidance: 0.1, strength: 0.05 }; // of the sliders
 const REFINED = 0.6; // of the steps, once more at the larger size
-const MOST_SIDE = 2048;
-const MOST_BYTES = 6e6;
+const SIDES = ["left", "top", "right", "bottom"];
 
 export class Form {
   constructor() {
     this.adapters = new Map();
     this.start = null;
     this.also = new Also(() => this.keep());
+    this.controls = new Controls(() => {});
     this.painter = new Painter(() => this.showStart());
+    this.addExtending();
+    $("seed-dice").onclick = () => { $("seed").value = ""; this.keep(); say("Each picture has a random seed."); };
     for (const id of ["steps", "guidance", "strength"]) $(id).addEventListener("input", () => this.tellSlides());
     $("form").addEventListener("input", () => this.keep());
     $("adapter-add").onchange = () => this.addAdapter($("adapter-add").value, 1);
@@ -44,7 +48,15 @@ export class Form {
     }
     $("shapes").replaceChildren(...SHAPES.map((shape) => this.shapeButton(...shape)));
     this.listAdapters(model.adapters);
+    this.controls.allow(model);
+    this.listModels(model);
     this.restore(kept.get(`form of ${model.name}`, {}));
+  }
+
+  listModels({ name, models }) {
+    $("model-box").hidden = models.length < 2;
+    $("model-pick").replaceChildren(...models.map((one) => make("option", { value: one }, one)));
+    $("model-pick").value = name;
   }
 
   shapeButton(name, across, down) {
@@ -71,6 +83,7 @@ export class Form {
       card.trouble ? `${card.name} (cannot be used)` : card.name));
     $("adapter-add").replaceChildren(make("option", { value: "" }, "Add an adapter"), ...options);
     this.known = new Set(cards.map((card) => card.name));
+    this.adapters = new Map([...this.adapters].filter(([name]) => this.known.has(name)));
   }
 
   addAdapter(name, weight) {
@@ -144,6 +157,7 @@ export class Form {
     if (told.solver && !solvers.includes(told.solver)) lost.push(`solver ${told.solver}`);
     lost.push(...adaptersOf(told).filter((one) => !this.known.has(one.name)).map((one) => `adapter ${one.name}`));
     for (const id of ["steps", "guidance"]) if (told[id] > limits[id]) lost.push(`${told[id]} ${id}`);
+    for (const { net } of told.controls ?? []) lost.push(`the picture of net ${net}`);
     if (told.image) lost.push(told.mask ? "the picture it started from, and its mask" : "the picture it started from");
     return lost;
   }
@@ -163,25 +177,63 @@ export class Form {
   // ---- the picture to start from
 
   async startFrom(blob) {
-    let bitmap;
-    try {
-      bitmap = await createImageBitmap(blob);
-    } catch {
-      say("This is no picture that can be read.");
-      return;
-    }
-    const scale = Math.min(1, MOST_SIDE / Math.max(bitmap.width, bitmap.height));
-    const canvas = make("canvas", { width: Math.round(bitmap.width * scale), height: Math.round(bitmap.height * scale) });
-    canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
-    this.start = await encoded(blob, canvas, scale);
+    const found = await onCanvas(blob);
+    if (!found) { say("This is no picture that can be read."); return; }
+    this.start = await encoded(blob, found);
     this.also.without("hires");
-    this.painter.set(canvas);
-    const [width, height] = this.sized(canvas.width / canvas.height);
-    Object.assign($("width"), { value: width });
-    Object.assign($("height"), { value: height });
+    this.painter.set(found.canvas);
+    this.putSize(this.sized(found.canvas.width / found.canvas.height));
     this.showStart();
     this.keep();
     say("The next picture starts from this one.");
+  }
+
+  putSize([width, height]) {
+    Object.assign($("width"), { value: width });
+    Object.assign($("height"), { value: height });
+  }
+
+  // ---- a larger canvas, what is new of it painted
+
+  addExtending() {
+    const dialog = $("extend-dialog");
+    const sides = () => Object.fromEntries(SIDES.map((side) => [side, Math.max(0, Math.round(Number($(`extend-${side}`).value) || 0))]));
+    const told = () => {
+      const { left, top, right, bottom } = sides();
+      const { width, height } = this.painter.image;
+      const [across, down] = this.drawn(width + left + right, height + top + bottom);
+      $("extend-told").textContent = `${width + left + right} by ${height + top + bottom} pixels, drawn at ${across} by ${down}.`;
+    };
+    $("extend-open").onclick = () => {
+      const quarter = Math.round(Math.max(this.painter.image.width, this.painter.image.height) / 4);
+      for (const side of SIDES) Object.assign($(`extend-${side}`), { value: side === "right" ? quarter : 0, oninput: told });
+      told();
+      dialog.showModal();
+    };
+    $("extend-cancel").onclick = () => dialog.close();
+    $("extend-form").addEventListener("submit", (event) => { event.preventDefault(); this.extend(sides()); dialog.close(); });
+  }
+
+  /** A size in the model's steps, no more than the server allows, of a canvas's shape. */
+  drawn(width, height) {
+    const { size_step: step, limits, most_pixels: most } = this.model;
+    const scale = Math.min(1, limits.side_pixels / Math.max(width, height), Math.sqrt(most / (width * height)));
+    return [width, height].map((side) => Math.max(step, Math.floor(side * scale / step) * step));
+  }
+
+  extend(sides) {
+    const { image } = this.painter;
+    if (!SIDES.some((side) => sides[side])) return;
+    const canvas = extended(image, sides);
+    this.painter.set(canvas);
+    const edge = Math.round(Math.max(image.width, image.height) / 32);
+    this.painter.except({ left: sides.left, top: sides.top, width: image.width, height: image.height }, edge);
+    this.start = canvas.toDataURL("image/png");
+    this.putSize(this.drawn(canvas.width, canvas.height));
+    $("strength").value = 1;
+    this.showStart();
+    this.keep();
+    say("The canvas is larger; what is new is in the mask.");
   }
 
   clearStart() {
@@ -202,6 +254,13 @@ export class Form {
     this.painter.paintOn($("start-thumb"));
   }
 
+  /** The settings without pictures, for a link. */
+  settings() {
+    const told = Object.fromEntries(PLAIN.map((id) => [id, $(id).value]));
+    const adapters = [...this.adapters].map(([name, weight]) => ({ name, weight }));
+    return { ...told, adapters, ...this.also.told, model: this.model.name };
+  }
+
   /** The body of a job. */
   async request() {
     const number = (id) => ($(id).value === "" ? null : Number($(id).value));
@@ -211,9 +270,11 @@ export class Form {
       width: number("width"), height: number("height"), steps, guidance: number("guidance"),
       solver: $("solver").value || null,
       adapters: [...this.adapters].map(([name, weight]) => ({ name, weight })),
+      controls: this.controls.request(),
       ...this.also.told,
       previews: Math.max(0, Math.min(this.model.limits.previews, steps - 1)),
     };
+    if (this.model.models.length > 1) told.model = this.model.name;
     if (this.start) Object.assign(told, { image: this.start, mask: await this.painter.base64(), strength: number("strength") });
     else if ($("enlarge").value) told.hires = { scale: Number($("enlarge").value), strength: REFINED };
     // The seed as it stands: 19 digits are more than a JavaScript number holds.
@@ -226,17 +287,5 @@ function withSeed(json, seed) {
   const told = /^(0|[1-9]\d{0,18})$/.test(seed) ? seed : JSON.stringify(seed);
   return `${json.slice(0, -1)},"seed":${told}}`;
 }
-
-async function encoded(blob, canvas, scale) {
-  if (scale === 1 && blob.size < MOST_BYTES && /^image\/(png|jpeg|webp)$/.test(blob.type)) return dataUrl(blob);
-  return canvas.toDataURL("image/jpeg", 0.95);
-}
-
-const dataUrl = (blob) => new Promise((resolve, reject) => {
-  const reader = new FileReader();
-  reader.onload = () => resolve(reader.result);
-  reader.onerror = () => reject(reader.error);
-  reader.readAsDataURL(blob);
-});
 
 const solverName = (name) => SOLVER_NAMES[name] ?? name;

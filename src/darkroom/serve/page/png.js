@@ -56,6 +56,23 @@ async function readText(kind, data, texts) {
   } catch { /* a chunk that cannot be read is none */ }
 }
 
+const TEXTS = new Set(["tEXt", "zTXt", "iTXt"]);
+
+/** A PNG's bytes with the texts of another, which say how it was made, after its header. */
+export async function withTextOf(blob, bytes) {
+  const from = new Uint8Array(await blob.arrayBuffer());
+  const view = new DataView(from.buffer);
+  const texts = [];
+  for (let at = 8; at + 12 <= from.length;) {
+    const length = view.getUint32(at);
+    const kind = String.fromCharCode(...from.subarray(at + 4, at + 8));
+    if (TEXTS.has(kind)) texts.push(from.subarray(at, at + 12 + length));
+    at += 12 + length;
+  }
+  const header = 8 + 12 + 13; // the signature and IHDR
+  return new Uint8Array(await new Blob([bytes.subarray(0, header), ...texts, bytes.subarray(header)]).arrayBuffer());
+}
+
 const latin = (bytes) => new TextDecoder("latin1").decode(bytes);
 
 async function inflated(bytes) {

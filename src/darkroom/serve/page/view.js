@@ -1,14 +1,16 @@
 // The dialog that shows one picture large, with what it was made with.
-import { $, make } from "./common.js";
+import { $, ask, make, say } from "./common.js";
+import { dataUrl } from "./pictures.js";
+import { withTextOf } from "./png.js";
 
 const FACTS = {
-  seed: "Seed", steps: "Steps", guidance: "Guidance", solver: "Solver", strength: "Redone", model: "Model",
+  seed: "Seed", steps: "Steps", guidance: "Guidance", solver: "Solver", strength: "Redone", model: "Model", upscaled: "Upscaled",
 };
 
 export class Viewer {
   /** `pictures()` gives those on the sheet, newest first. */
-  constructor(pictures, { onSettings, onStart, onRemove }) {
-    this.pictures = pictures;
+  constructor(pictures, { onSettings, onStart, onRemove, onShare, onMade }) {
+    Object.assign(this, { pictures, onMade });
     const dialog = $("viewer");
     $("viewer-close").onclick = () => dialog.close();
     $("viewer-newer").onclick = () => this.walk(-1);
@@ -16,8 +18,13 @@ export class Viewer {
     $("viewer-settings").onclick = () => { onSettings(this.now.parameters); dialog.close(); };
     $("viewer-start").onclick = () => { onStart(this.now.blob); dialog.close(); };
     $("viewer-remove").onclick = () => this.remove(onRemove);
+    $("viewer-share").onclick = () => onShare(this.now.parameters);
+    $("compare-with").onchange = () => this.compare($("compare-with").value);
+    $("compare-at").oninput = () => this.divide();
+    $("upscale-go").onclick = () => this.upscale();
     dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
     dialog.addEventListener("keydown", (event) => {
+      if (event.target.matches("input, select")) return;
       if (event.key === "ArrowLeft") this.walk(-1);
       if (event.key === "ArrowRight") this.walk(1);
     });
@@ -26,6 +33,65 @@ export class Viewer {
   open(picture) {
     this.show(picture);
     if (!$("viewer").open) $("viewer").showModal();
+  }
+
+  /** What the server makes pictures larger with. */
+  allow({ upscalers }) {
+    $("upscaler").replaceChildren(...["Lanczos", ...upscalers].map((name) => make("option", { value: name }, name)));
+  }
+
+  // ---- two pictures, one over the other, parted by a line
+
+  compare(id) {
+    const other = this.pictures().find((one) => one.id === id);
+    $("compare").hidden = !other;
+    $("viewer-image").hidden = !!other;
+    if (!other) return;
+    $("compare-over").src = this.now.url;
+    $("compare-over").alt = this.now.parameters.prompt || "This picture";
+    $("compare-under").src = other.url;
+    $("compare-under").alt = other.parameters.prompt || "The other picture";
+    const { width, height } = this.now.parameters;
+    $("compare").style.aspectRatio = `${width} / ${height}`;
+    $("compare").style.setProperty("--ratio", width / height);
+    $("compare-at").value = 50;
+    this.divide();
+  }
+
+  divide() {
+    $("compare").style.setProperty("--at", `${$("compare-at").value}%`);
+  }
+
+  listOthers() {
+    const others = this.pictures().filter((one) => one.id !== this.now.id).slice(0, 100);
+    const name = ({ parameters: told }) => `${(told.prompt || "untitled").slice(0, 50)}, seed ${told.seed}`;
+    $("compare-with").replaceChildren(make("option", { value: "" }, "No other picture"), ...others.map((one) => make("option", { value: one.id }, name(one))));
+    $("compare-with").disabled = !others.length;
+    this.compare("");
+  }
+
+  // ---- larger
+
+  async upscale() {
+    const { now } = this;
+    const factor = Number($("upscale-factor").value);
+    const upscaler = $("upscaler").value;
+    $("upscale-go").disabled = true;
+    say(`Upscaling ${factor} times`);
+    try {
+      const body = { image: await dataUrl(now.blob), upscaler_1: upscaler, upscaling_resize: factor };
+      const answer = await ask("/sdapi/v1/extra-single-image", { method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" } });
+      const { image } = await answer.json();
+      const bytes = Uint8Array.from(atob(image), (one) => one.charCodeAt(0));
+      const blob = new Blob([await withTextOf(now.blob, bytes)], { type: "image/png" });
+      const made = await this.onMade({ ...now, blob, parameters: { ...now.parameters, upscaled: `${factor} times by ${upscaler}` } });
+      this.show(made);
+      say(`Upscaled ${factor} times.`);
+    } catch (error) {
+      say(error.message);
+    } finally {
+      $("upscale-go").disabled = false;
+    }
   }
 
   walk(by) {
@@ -56,6 +122,7 @@ export class Viewer {
     const at = found.findIndex((one) => one.id === picture.id);
     $("viewer-newer").disabled = at <= 0;
     $("viewer-older").disabled = at >= found.length - 1;
+    this.listOthers();
   }
 }
 
@@ -64,9 +131,11 @@ function facts(told) {
   for (const [name, label] of Object.entries(FACTS)) {
     if (told[name] !== undefined && told[name] !== null) rows.push([label, String(told[name])]);
   }
-  if (told.negative) rows.push(["Left out", told.negative]);
+  if (told.negative) rows.push(["Negative prompt", told.negative]);
   const adapters = adaptersOf(told).map(({ name, weight }) => `${name} ${weight}`);
   if (adapters.length) rows.push(["Adapters", adapters.join(", ")]);
+  const nets = (Array.isArray(told.controls) ? told.controls : []).map(({ net, weight }) => `${net} ${weight}`);
+  if (nets.length) rows.push(["Nets", nets.join(", ")]);
   return rows.flatMap(([label, value]) => [make("dt", {}, label), make("dd", {}, value)]);
 }
 
