@@ -187,7 +187,8 @@ def test_rows_repainted_composed_and_told_otherwise_later_are_not_waited_for(une
         rows = rows_of([table, table, table, table])
         blank = torch.zeros(4, 8, 8, device=CUDA)
         rows[0].known = KnownPart(blank, blank, torch.ones(1, 8, 8, device=CUDA))
-        rows[1].stages = (Stage(2, text(), text()), Stage(STEPS, text(), None))
+        rows[1].stages = (Stage(2, text(), text()), Stage(STEPS, text(), text()))
+        rows[2].negative = text()
         rows[2].further, rows[2].weights = (text(), text()), (1.0, 0.5, -0.5)
         assert steady(unet, rows, after).waits == []
 
