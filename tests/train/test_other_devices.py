@@ -53,7 +53,6 @@ def test_nets_and_preparing_need_no_float64(tmp_path: Path) -> None:
     """ControlNet, T2I-Adapter, both IP-Adapters; pictures and captions encoded."""
     found = results(tmp_path, "steer", "prepare")
     assert len(found) == 7
-    assert all(int(found.pop(name)["results"]) > 20 for name in ("prepare tiny", "prepare sdxl"))
     check(found)
 
 
