@@ -1,13 +1,14 @@
 """Rows from a GPU in a few short calls; the same command goes on where it stopped.
 
     benchmarks/gpu.sh --plan                          what is run in which call, and how long it may take
-    benchmarks/gpu.sh --needs > needs.txt             what must be there; pip download -d wheels -r needs.txt
+    benchmarks/gpu.sh --needs > needs.txt             what must be there, for pip download --no-deps (docs/gpu.md)
     benchmarks/gpu.sh --check --wheels wheels         whether all of it is there
     benchmarks/gpu.sh --out rows.csv --minutes 9      again and again until it says that nothing is left
 
 The cases that decide come first. Each runs in a worker process with a time limit; its rows are on the disk
 when they are made. A case that fails, hangs or takes the device with it gets a row that says so, and the next
-one follows in a new worker. What is done is read from the rows: `--after` names files of earlier calls.
+one follows in a new worker. What is done is read from the rows: `--after` names files of earlier calls, and
+`--again` makes those anew that failed.
 `--wheels` is a folder of wheels, or of packages: it goes before what is installed. Nothing here needs a
 network, a store, typer or matplotlib; weights are random, of the families' true sizes, made on the device.
 This file imports the standard library alone until everything is known to be there.
@@ -22,6 +23,7 @@ import json
 import os
 import queue
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,7 @@ import time
 import tomllib
 import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,6 +91,10 @@ SERVES = (
     "rich",
 )
 """Needed by the case `serve` alone."""
+FEW = ("torchao", "prodigyopt", "schedulefree", "nvidia-ml-py")
+"""Needed by single rows: 8-bit weights and optimisers, two optimisers, energy."""
+WITH_TORCH = ("torch", "triton", "pytorch-triton", "setuptools")
+"""Of the machine, as are packages whose names begin with `nvidia-`, `NVML` aside."""
 
 
 # ---- what must be there
@@ -98,17 +105,63 @@ def needs() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = "diffusers transformers tokenizers safetensors huggingface-hub numpy pillow pydantic pyyaml"
     wanted += " psutil regex peft accelerate"
-    listed = [*project["dependencies"], *project["optional-dependencies"]["serve"], "httpx>=0.28"]
-    names = {re.split(r"[\[<>=~ ]", line)[0]: line for line in listed}
-    return [names[name] for name in (*wanted.split(), *SERVES)]
+    extras = project["optional-dependencies"]
+    more = (line for extra in ("serve", "quant", "optim", "gpu") for line in extras[extra])
+    listed = [*project["dependencies"], *more, "httpx>=0.28"]
+    names = {name_of(line): line for line in listed}
+    return [names[name] for name in (*wanted.split(), *SERVES, *FEW)]
+
+
+def name_of(line: str) -> str:
+    """The package of a requirement."""
+    return re.split(r"[\[<>=~!; ]", line)[0]
+
+
+def of_the_machine(name: str) -> bool:
+    """Whether a package belongs to the machine's own torch and is never carried."""
+    plain = name.lower().replace("_", "-")
+    return plain in WITH_TORCH or (plain.startswith("nvidia-") and plain not in FEW)
+
+
+def closed(lines: Sequence[str]) -> list[str]:
+    """These requirements and all that they require, in the versions that are installed here.
+
+    Without torch, for which pip would fetch gigabytes, and which would go before the machine's own.
+    """
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    found: dict[str, str] = {}
+    left = [Requirement(line) for line in lines]
+    while left:
+        one = left.pop()
+        name = one.name.lower().replace("_", "-")
+        if of_the_machine(name) or name in found:
+            continue
+        try:
+            here = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            raise SystemExit(
+                f"{name} is not installed here: ask --needs of a Python that has darkroom with its extras "
+                "serve, quant, optim and gpu (python make.py setup)"
+            ) from None
+        found[name] = here.version
+        for inner in map(Requirement, here.requires or ()):
+            asked = [{"extra": extra} for extra in ("", *one.extras)]
+            if inner.marker is None or any(map(inner.marker.evaluate, asked)):
+                left.append(inner)
+    return [f"{name}=={version}" for name, version in sorted(found.items())]
 
 
 CHECK = """
-import importlib, importlib.metadata as have, json, sys
+import importlib, importlib.metadata as have, json, os, shutil, sys, tempfile
 found = {}
 for line in json.loads(sys.argv[1]):
     name, _, floor = line.partition(">=")
-    module = {"pillow": "PIL", "pyyaml": "yaml"}.get(name, name.replace("-", "_"))
+    name = name.partition("[")[0]
+    known = {"pillow": "PIL", "pyyaml": "yaml", "nvidia-ml-py": "pynvml"}
+    module = known.get(name, name.replace("-", "_"))
     try:
         importlib.import_module(module)
         version = have.version(name)
@@ -126,6 +179,11 @@ try:
         free, all_ = torch.cuda.mem_get_info()
         told = f"{free / 2**30:.0f} of {all_ / 2**30:.0f} GiB free"
         print(f"{torch.cuda.get_device_name()}: {told}", file=sys.stderr)
+        if os.name == "posix" and not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+            print("no C compiler: nothing that Triton compiles will run", file=sys.stderr)
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if free < 16 * 2**30:
+        print(f"{free / 2**30:.0f} GiB free in {tempfile.gettempdir()}: the case serve takes 16", file=sys.stderr)
 except Exception as error:
     found[f"torch with device {sys.argv[2]}"] = f"{type(error).__name__}: {error}"
 print(json.dumps(found))
@@ -144,8 +202,11 @@ def lacks(python: str, environ: dict[str, str], device: str) -> dict[str, str]:
 
 
 def unpacked(wheels: Path) -> Path:
-    """A folder of packages: of wheels, what is in them, in the system's temporary folder."""
-    files = sorted(wheels.glob("*.whl"))
+    """A folder of packages: of wheels, what is in them, in the system's temporary folder.
+
+    The machine's own torch stays: wheels of it and of its libraries are passed over.
+    """
+    files = sorted(file for file in wheels.glob("*.whl") if not of_the_machine(file.name.partition("-")[0]))
     if not wheels.is_dir():
         raise SystemExit(f"--wheels '{wheels}' is no folder")
     if not files:
@@ -166,6 +227,8 @@ def environment(wheels: Path | None) -> dict[str, str]:
     ahead = [str(ROOT / "src"), *([str(unpacked(wheels))] if wheels else [])]
     path = os.pathsep.join([*ahead, *filter(None, [os.environ.get("PYTHONPATH")])])
     told = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    # What deterministic kernels need, which torch reads once: at a process's first product.
+    told.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     said = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & told.keys()  # the latter until torch 2.9
     return told if said else {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **told}
 
@@ -234,7 +297,10 @@ class Worker:
             raise TimeoutError from None
 
     def end(self) -> int:
-        """Stop it; its exit code."""
+        """Stop it and what it started, servers among them; its exit code."""
+        if hasattr(os, "killpg"):
+            with suppress(ProcessLookupError):  # a worker leads a group of its own
+                os.killpg(self.process.pid, signal.SIGKILL)
         if self.process.poll() is None:
             self.process.kill()
         return self.process.wait()
@@ -303,17 +369,20 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal: the same paths with tiny models")
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="only these")
+    parser.add_argument("--again", action="store_true", help="make those anew that failed")
     parser.add_argument("--plan", action="store_true", help="print what is run in which call")
     parser.add_argument("--needs", action="store_true", help="print the packages, as pip wants them")
     parser.add_argument("--check", action="store_true", help="look whether all packages are there")
     asked = parser.parse_args()
     if asked.needs:
-        print("\n".join(needs()))
+        print("\n".join(closed(needs())))
         return
     chosen = [case for case in CASES if not asked.case or case.name in asked.case]
     if asked.tiny:  # on a CPU that others use too
         chosen = [replace(case, about_s=5 * case.about_s) for case in chosen]
     over = done_in([*asked.after, *([asked.out] if asked.out else [])])
+    if asked.again:
+        over = {name: how for name, how in over.items() if how.startswith("done")}
     left = [case for case in chosen if case.name not in over]
     if asked.plan:
         print_plan(left, asked.minutes)
@@ -323,7 +392,7 @@ def main() -> None:
     missing = lacks(sys.executable, environ, asked.device)
     for name, why in missing.items():
         say(f"missing: {name} ({why})")
-    if any(re.split(r"[\[<>=~ ]", name)[0] not in SERVES for name in missing):
+    if any(name_of(name) not in (*SERVES, *FEW) for name in missing):
         raise SystemExit("put wheels of what is missing into a folder and give it as --wheels (see --needs)")
     if asked.check:
         return
@@ -349,7 +418,7 @@ def main() -> None:
 
     for case, how in run(left, end_s, start, lambda case, why: written(out, case, why)):
         say(f"{case.name}: {how}")
-    still = [case for case in chosen if case.name not in done_in([*asked.after, out])]
+    still = [case for case in chosen if case.name not in {**over, **done_in([out])}]
     say(f"rows: {out}; {len(chosen) - len(still)} of {len(chosen)} cases are over")
     if still:
         say("the same command goes on with " + ", ".join(case.name for case in still))

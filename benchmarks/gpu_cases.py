@@ -11,12 +11,13 @@ import json
 import logging
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -24,6 +25,7 @@ from unittest.mock import MagicMock
 import torch
 
 from darkroom import models
+from darkroom.errors import InputError
 from darkroom.hardware import machine
 from darkroom.hardware.memory import PeakMemory
 from darkroom.measure.drawing import Workload
@@ -275,7 +277,7 @@ def smoke_compile(lab: Lab) -> Rows:
         unit = drawing.size[0]
         for size in ((unit, unit), (2 * unit, unit), (unit, 2 * unit)):
             for num in (1, 2):
-                replace(drawing, size=size).run(backend, num=num)
+                drawing.run(backend, num=num, size=size)
         return {
             "graphs": counters["stats"].get("unique_graphs", 0),
             "graph_breaks": sum(counters["graph_break"].values()),
@@ -495,7 +497,6 @@ def _restore(rung: SwitchedStep, kept: dict[str, dict[str, torch.Tensor]]) -> No
 @contextmanager
 def deterministic() -> Iterator[None]:
     """With the kernels that give the same numbers each time."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -628,6 +629,9 @@ def serve(lab: Lab) -> Rows:
     """A mixed trace through `darkroom serve` and through plain servers, over real processes."""
     from darkroom.measure.serving import ServeBench, bench_serve
 
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if not lab.tiny and free < 16 * 2**30:
+        raise InputError(f"{free / 2**30:.0f} GiB free in {tempfile.gettempdir()}", allowed="16 GiB or more")
     with tempfile.TemporaryDirectory(prefix="darkroom-gpu-") as folder:
         models.save(lab.model("sd15"), Path(folder) / "model")
         lab.forget()
@@ -694,6 +698,8 @@ def make(name: str, lab: Lab) -> str:
 def main() -> None:
     """Cases in turn, as the argument says."""
     began = time.monotonic()
+    if hasattr(os, "setsid") and os.getpid() != os.getpgid(0):
+        os.setsid()  # so that the servers which a case starts end with it
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     told = json.loads(sys.argv[1])
     lab = Lab(told["device"], told["tiny"], Path(told["out"]))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
-from fake_device import OTHER, draw, train_a_step
+from darkroom.models.control import ControlNet
+from fake_device import OTHER, draw, draw_steered, prepare, train_a_step
 from sample.conftest import CAPTIONS, SMALL_XL
 from train.conftest import BASE_WORDS, SIDE, TEXT, UNET, VAE, paint
 
@@ -36,6 +39,50 @@ def drawings() -> Iterator[Case]:
 
     yield "draw sdxl euler", of_sdxl
     yield "draw control", of_doubles
+
+
+def steered(folder: Path) -> Iterator[Case]:
+    """Drawings that a picture steers."""
+    from darkroom import models
+
+    sys.path.append(str(Path(__file__).parent / "sample"))
+    from sample.test_control import adapter_of, net_of, saved
+    from sample.test_image_prompt import adapter_file
+
+    tiny = lambda: models.create("tiny")  # noqa: E731
+    for name, made in (("ControlNet", net_of), ("T2I-Adapter", adapter_of)):
+        yield (
+            f"steer {name}",
+            lambda n=name, m=made: draw_steered(  # type: ignore[misc]
+                model := tiny(), saved(m(model), folder / "nets" / n), OTHER
+            ),
+        )
+    for kind in ("plain", "plus"):
+        yield (
+            f"steer IP-Adapter {kind}",
+            lambda k=kind: draw_steered(  # type: ignore[misc]
+                model := tiny(), adapter_file(model, folder / "nets" / k / "ip.safetensors", k), OTHER,
+                mask=Image.new("L", (8, 8), 128),
+            ),
+        )  # fmt: skip
+
+    def of_doubles() -> int:
+        net = adapter_of(model := tiny())
+        net.register_forward_hook(lambda module, given, out: [one.double() for one in out])
+        return draw_steered(model, ControlNet("doubles", "t2i-adapter", net, "0"), OTHER)
+
+    yield "steer control", of_doubles
+
+
+def preparations() -> Iterator[Case]:
+    from darkroom import models
+
+    def of_sdxl() -> int:
+        tokenizer = models.train_tokenizer(CAPTIONS, vocab_size=600)
+        return prepare(models.create("sdxl", tokenizer=tokenizer, overrides=SMALL_XL), OTHER)
+
+    yield "prepare tiny", lambda: prepare(models.create("tiny"), OTHER)
+    yield "prepare sdxl", of_sdxl
 
 
 def trainings(folder: Path) -> Iterator[Case]:

@@ -12,16 +12,16 @@ from __future__ import annotations
 import ctypes
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
@@ -38,6 +38,7 @@ PINNED = "_pinned"
 READS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
     "aten::_unique2", "aten::unique_dim", "aten::bincount", "aten::repeat_interleave.Tensor", "aten::item",
+    "aten::_linalg_check_errors",
 }  # fmt: skip
 """What the host waits for because it wants a number or a size."""
 
@@ -52,6 +53,8 @@ class Watched(TorchDispatchMode):
         """Where the host waits for the device, as file:line of darkroom's own code."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(_takes_itself_apart(kind) for kind in types):
+            return NotImplemented  # seen again as what it is made of
         kwargs = kwargs or {}
         name = func._schema.name
         places = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
@@ -76,6 +79,11 @@ class Watched(TorchDispatchMode):
     def launched(self) -> int:
         """Kernels in all, a foreach operation counted once."""
         return self.kernels.total()
+
+
+def _takes_itself_apart(kind: type) -> bool:
+    """Whether tensors of a class are made of others: DTensor, the 8-bit state of an optimiser."""
+    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, FakeTensor)
 
 
 def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -116,9 +124,17 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
 @contextmanager
 def fake_card() -> Iterator[FakeTensorMode]:
     """Within, new tensors are fake and may be put on `CARD`. Once in a process, before any backward pass."""
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-    _setup_privateuseone_for_python_backend(CARD)
+    class Backend(_DummyBackendModule):
+        # Streams and events of a CPU: nothing is queued, so nobody waits.
+        Stream, Event = torch.cpu.Stream, torch.cpu.Event
+        stream, current_stream = staticmethod(torch.cpu.stream), staticmethod(torch.cpu.current_stream)
+
+        def get_amp_supported_dtype(self) -> list[torch.dtype]:
+            return [torch.bfloat16, torch.float16]
+
+    _setup_privateuseone_for_python_backend(CARD, Backend())
     torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
     FakeTensorMode.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
     with FakeTensorMode() as mode, _Made():
@@ -161,12 +177,19 @@ def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Mod
         for name, tensor in table.items():
             if tensor is None:
                 continue
+            tensor.constant = None  # fake tensors would move known numbers in earnest
             with torch.no_grad():
                 made = fn(tensor)
             if made is not tensor:
                 is_weight = isinstance(tensor, torch.nn.Parameter)
                 table[name] = torch.nn.Parameter(made, tensor.requires_grad) if is_weight else made
     return self
+
+
+def outside(call: Callable[[], Any]) -> Any:
+    """A call that needs real numbers."""
+    with _disable_current_modes():
+        return call()
 
 
 def elsewhere(tensors: Any, device: str) -> list[str]:

@@ -126,6 +126,50 @@ def draw(model: Any, solver: str, kind: str, **more: Any) -> int:
         return watch.results
 
 
+def draw_steered(model: Any, net: Any, kind: str, **more: Any) -> int:
+    """The same with a ControlNet, T2I-Adapter or IP-Adapter; `more` is what `Control` takes."""
+    from PIL import Image
+
+    from darkroom.models.image_prompt import installed
+    from darkroom.sample.control import Control, ControlledUnet, Controls
+    from darkroom.sample.denoise import denoise
+    from darkroom.sample.generate import GenerateSettings, Generation
+
+    side = 2 * model.size_unit
+    picture = Image.new("RGB", (side, side), "red")
+    controls = Controls.read([Control(net, picture, weight=0.7, **more)], model)
+    with watched(kind) as watch, installed(model, controls.image_prompts):
+        watch.put(*model.modules.values())
+        settings = GenerateSettings.of(steps=3, solver="euler", guidance=3.0, size=(side, side))
+        job = Generation(model, ["a red square"], settings, controls=controls)
+        rows = [job.row(0)]
+        encoded = [tensor for control in rows[0].controls for tensor in control.encoded]
+        assert {tensor.device for tensor in encoded} == {watch.place}
+        unet = ControlledUnet(job.backend.unet, dict(enumerate(controls.image_prompts)))
+        for state in denoise(unet, rows):
+            assert state.latents_BCHW.device == watch.place
+        return watch.results
+
+
+def prepare(model: Any, kind: str) -> int:
+    """Pictures to latent moments and captions to states, as `darkroom prepare` and inline encoding do it."""
+    from darkroom.prepare import encoders
+    from darkroom.prepare.encoders import TextEncoder, VaeEncoder
+
+    def placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        return module.to(device, dtype).eval()  # without the copy, which fake weights do not take
+
+    vae, text = VaeEncoder(model.vae), TextEncoder(model.text_encoders, model.tokenizers)
+    with watched(kind) as watch, patch.object(encoders, "_placed", placed):
+        vae.to(watch.place)
+        text.to(watch.place)
+        moments = vae.encode(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
+        states, pooled = text.encode(["a red square", ""])
+        made = [one for one in (moments, states, pooled) if one is not None]
+        assert {(one.device, one.dtype) for one in made} == {(watch.place, torch.float16)}
+        return watch.results
+
+
 # ---- training
 
 
@@ -181,12 +225,14 @@ def outside(call: Callable[[], Any]) -> Any:
 
 
 def main() -> None:
-    from cases_of_devices import drawings, trainings
+    from cases_of_devices import drawings, preparations, steered, trainings
 
     register()
     folder, asked = Path(sys.argv[1]), tuple(word for word in sys.argv[2:] if word != "-v")
     trains = not asked or any(word.startswith("train") for word in asked)
-    for name, call in [*drawings(), *(trainings(folder) if trains else ())]:
+    steers = not asked or any(word.startswith(("steer", "prepare")) for word in asked)
+    drawn = [*drawings(), *(steered(folder) if steers else ()), *(preparations() if steers else ())]
+    for name, call in [*drawn, *(trainings(folder) if trains else ())]:
         if not asked or name.startswith(asked):
             try:
                 line: dict[str, Any] = {"results": call()}

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import psutil
 import pytest
 
 import warm
-from darkroom.measure.timing import read_csv
+from darkroom.measure.timing import append_csv, read_csv
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 STUB = """
@@ -85,6 +88,33 @@ def test_a_crash_and_a_hang_end_their_case_alone(gpu, tmp_path):
     assert all(worker.process.poll() is not None for worker in workers)
 
 
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="processes have no groups on Windows")
+def test_what_a_worker_started_ends_with_it(gpu, tmp_path):
+    """A server that a case has running would hold the card in the next one; an ordinary kill leaves it."""
+    child = tmp_path / "child"
+    code = (
+        "import os, subprocess, sys, time; os.setsid()\n"
+        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True); time.sleep(60)"
+    )
+
+    def started() -> tuple[object, int]:
+        worker = gpu.Worker([sys.executable, "-S", "-c", code], {})
+        return worker, int(worker.next_line(30.0))
+
+    worker, pid = started()
+    worker.process.kill()
+    worker.process.wait()
+    assert psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # the control
+    assert worker.end() == -9
+    with suppress(psutil.NoSuchProcess):
+        assert psutil.Process(pid).wait(10) is None
+    worker, pid = started()
+    worker.end()
+    with suppress(psutil.NoSuchProcess):
+        assert psutil.Process(pid).wait(10) is None
+
+
 def test_a_worker_that_never_begins_ends_the_call(gpu):
     def start(left):
         return gpu.Worker([sys.executable, "-S", "-c", "raise SystemExit(7)"], {})
@@ -124,6 +154,43 @@ def test_wheels_and_folders_of_packages_go_first(gpu, tmp_path):
     assert gpu.unpacked(folder) == folder
     with pytest.raises(SystemExit, match="is no folder"):
         gpu.unpacked(tmp_path / "none")
+
+
+def test_the_machines_own_torch_is_never_carried(gpu, tmp_path):
+    """Neither in the list for pip, which names all that is needed else, nor out of a folder of wheels."""
+    pinned = dict(line.split("==") for line in gpu.closed(gpu.needs()))
+    assert {"diffusers", "pydantic-core", "starlette", "anyio", "torchao", "nvidia-ml-py"} <= pinned.keys()
+    assert pinned["diffusers"] == importlib.metadata.version("diffusers")
+    assert not {"torch", "triton", "nvidia-cublas", "pylance", "ray"} & pinned.keys()
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for name in ("torch", "nvidia_cudnn_cu13", "nvidia_ml_py", "carried"):
+        with zipfile.ZipFile(wheels / f"{name}-2.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}.py", "")
+    assert {file.stem for file in gpu.unpacked(wheels).glob("*.py")} == {"nvidia_ml_py", "carried"}
+
+
+def test_what_torch_reads_once_is_set_for_all_workers(gpu, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert gpu.environment(None)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert gpu.environment(None)["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_what_failed_is_made_again_where_asked(gpu, cases, tmp_path, monkeypatch, capsys):
+    lab = cases.Lab("cpu", True, tmp_path / "rows.csv")
+    for name, how in (("card", "done; 1 rows"), ("serve", "failed: no end within its limit")):
+        append_csv(lab.out, [lab.row(gpu.BENCHMARK, name, note=how)])
+    command = ["gpu.py", "--plan", "--case", "card", "--case", "serve", "--out", str(lab.out)]
+
+    def planned(*more: str) -> set[str]:
+        monkeypatch.setattr(sys, "argv", [*command, *more])
+        gpu.main()
+        lines = capsys.readouterr().out.splitlines()
+        return {line.split()[0] for line in lines if line.startswith("  ")}
+
+    assert planned() == set()
+    assert planned("--again") == {"serve"}
 
 
 def test_what_lacks_is_named(gpu, monkeypatch):

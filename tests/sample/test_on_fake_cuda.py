@@ -21,7 +21,7 @@ from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES
 from darkroom.sample.backends import open_backend, unet_call
 from darkroom.sample.choice import make_table
 from darkroom.sample.control import ControlledUnet, RowControl
-from darkroom.sample.denoise import Condition, Row, RunningBatch
+from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch, Stage
 from darkroom.sample.ladder.vae import VaeFront
 from darkroom.serve.engine.batch import padded
 from darkroom.serve.engine.loop import Engine
@@ -158,6 +158,41 @@ def test_packing_rows_anew_is_not_waited_for(model, unet):
         bank.detach()
 
 
+def test_differences_as_large_as_layers_are_not_waited_for(model, unet):
+    """Full and rotated adapters: which rows have them is known on the host."""
+    bank = Bank(model, slots=2, max_rank=4)
+    path = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+    try:
+        bank.reserve([path])
+        bank._held[path].bank_deltas[1] = torch.zeros(16, 16, device=CUDA, dtype=torch.bfloat16)
+        bank._rows["unet"].dense.add(1)
+        table = make_table("ddim", DDIM, STEPS)
+        rows = rows_of([table, table], adapters=((1, 1.0),))
+        rows[1].adapters = ()
+        plain = first(unet, rows_of([table, table]))
+        watched = first(unet, rows)
+        assert watched.waits == []
+        assert watched.launched > plain.launched
+        assert steady(unet, rows).waits == []
+    finally:
+        bank.detach()
+
+
+def test_rows_repainted_composed_and_told_otherwise_later_are_not_waited_for(unet):
+    def text() -> Condition:
+        return Condition(torch.zeros(7, 64, device=CUDA, dtype=torch.bfloat16))
+
+    table = make_table("euler_a", DDIM, STEPS)
+    for after in (1, 2, 3):
+        rows = rows_of([table, table, table, table])
+        blank = torch.zeros(4, 8, 8, device=CUDA)
+        rows[0].known = KnownPart(blank, blank, torch.ones(1, 8, 8, device=CUDA))
+        rows[1].stages = (Stage(2, text(), text()), Stage(STEPS, text(), text()))
+        rows[2].negative = text()
+        rows[2].further, rows[2].weights = (text(), text()), (1.0, 0.5, -0.5)
+        assert steady(unet, rows, after).waits == []
+
+
 def control_net(model: models.Model) -> ControlNet:
     """A ControlNet of the model's shape, on the device."""
     import diffusers
@@ -174,8 +209,19 @@ def image_prompt(model: models.Model) -> ImagePrompt:
     return ImagePrompt("prompt", SimpleNamespace(num_image_text_embeds=4), layers, None, "0")
 
 
+def picture_adapter() -> ControlNet:
+    """A T2I-Adapter of the model's widths, on the device."""
+    import diffusers
+
+    module = diffusers.T2IAdapter(3, [8, 16], num_res_blocks=1, downscale_factor=2)
+    torch.nn.Module.to(module, CUDA, torch.bfloat16)
+    return ControlNet("adapter", "t2i-adapter", module, "0")
+
+
 def test_nets_of_single_rows_are_not_waited_for(model):
-    net, prompt = control_net(model), image_prompt(model)
+    net, prompt, adapter = control_net(model), image_prompt(model), picture_adapter()
+    features = adapter.encode(torch.zeros(1, 3, 16, 16))
+    assert not elsewhere(features, "cuda")
     hint = torch.zeros(8, 8, 8, device=CUDA, dtype=torch.bfloat16)
     tokens = torch.zeros(4, 64, device=CUDA, dtype=torch.bfloat16)
     controls = (
@@ -188,6 +234,7 @@ def test_nets_of_single_rows_are_not_waited_for(model):
         rows = rows_of([table, table, table])
         plain = steady(unet, rows_of([table, table, table]))
         rows[0].controls, rows[1].controls = controls, controls[1:]
+        rows[2].controls = (RowControl(adapter, tuple(f[0] for f in features), 1.0, 0.0, 1.0, False),)
         watched = steady(unet, rows)
     assert watched.waits == []
     assert watched.launched > plain.launched

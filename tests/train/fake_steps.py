@@ -10,18 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchao.optim import subclass_8bit
 
 from darkroom import models
+from darkroom.evaluate.extractors import Extractor
+from darkroom.evaluate.pictures import Preprocess
+from darkroom.evaluate.settings import SmallSettings
+from darkroom.evaluate.small import SmallExtractor
 from darkroom.plan.memory import reads_text
 from darkroom.plan.settings import encodes
 from darkroom.plan.training import _columns, _NoStore, _without_store
-from darkroom.recipe import make_recipe
+from darkroom.recipe import Recipe, make_recipe
 from darkroom.train import model as build
 from darkroom.train import setup
+from darkroom.train.data.masks import Masks
+from darkroom.train.distributed import ddp_fsdp
 from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.memory import rest
 from darkroom.train.step import DTYPES
-from fake_card import CARD, Watched, elsewhere, fake_card
+from darkroom.train.tasks import repa
+from darkroom.train.tasks.extractor import ExtractorModel
+from fake_card import CARD, Watched, elsewhere, fake_card, outside
 
 ROWS = 4
 UNET = {"block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": 2, "layers_per_block": 1}
@@ -41,6 +50,8 @@ TINY_XL = {
     },
     "vae": {"block_out_channels": [32, 32]},
 }  # fmt: skip
+NETWORK = {"width": 8, "levels": 2, "embedding": 16, "buckets": 64}
+CLASSES = ("cat", "dog")
 XL_TEXT = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
 
 
@@ -49,21 +60,20 @@ class Made:
 
     def __init__(self, content: dict[str, Any]) -> None:
         content = {"data": {"store": "x", "resolution": 32}, **content}
-        ranks = Ranks(0, 2, 0, 2) if "parallel" in content else ALONE
+        shared = content.get("parallel", {}).get("mode")
+        ranks = Ranks(0, 2, 0, 2, sharded=shared == "fsdp") if shared else ALONE
         train = {"global_batch": ROWS * ranks.size, "micro_batch": ROWS, "precision": "bf16", "steps": 10}
         content["train"] = {**train, **content.get("train", {})}
         self.recipe = recipe = make_recipe(content)
         self.dtype = models.precision(str(recipe.train.precision))
-        overrides = build.family_changes(recipe.task, recipe.model, recipe.data.resolution, None)
-        if recipe.model.base == "sdxl":
-            overrides |= {"text_encoder": XL_TEXT, "text_encoder_2": {**XL_TEXT, "projection_dim": 16}}
-        parts = ("vae",) if recipe.task == "autoencoder" else ("unet", "vae", "text_encoder", "tokenizer")
-        tokenizer = None
-        if recipe.model.base == "sdxl":
-            tokenizer = models.train_tokenizer(["a picture of a dog"], vocab_size=640)
-        self.model = models.create(recipe.model.base, parts=parts, overrides=overrides, tokenizer=tokenizer)
+        self.model = _new_model(recipe)
         setup._move(self.model, torch.device(CARD))
-        self.task: Any = setup.make_task(_without_store(recipe), self.model, _NoStore(), torch.device(CARD))
+        quiet = _without_store(recipe)
+        train_settings = quiet.train.model_copy(update={"align": recipe.train.align})
+        quiet = quiet.model_copy(update={"train": train_settings})
+        self.task: Any = setup.make_task(quiet, self.model, _NoStore(), torch.device(CARD))
+        if recipe.data.mask is not None:
+            self.task._masks = Masks(recipe.data.mask, factor=self.model.vae_factor, floor=0.5)
         if recipe.frozen_text:
             setup.halve_text(self.model, self.dtype)
         # Weights that seldom run are laid into a file on a CPU alone.
@@ -78,10 +88,18 @@ class Made:
             shard=recipe.parallel.shard,
             reduce=DTYPES[recipe.parallel.reduce],
         )
+        if recipe.optim.name == "adamw8bit":
+            outside(lambda: (subclass_8bit.get_qmap_signed(), subclass_8bit.get_qmap_unsigned()))
+            # torchao compiles its step on a card; as it is, it launches more, and waits for the same.
+            self.step.optimiser._stance = torch.compiler.set_stance
 
     def columns(self) -> dict[str, Any]:
         data = self.recipe.data
-        share = self.recipe.train.global_batch // (2 if self.recipe.parallel.mode == "ddp" else 1)
+        share = self.recipe.train.global_batch // (1 if self.recipe.parallel.mode == "none" else 2)
+        if self.recipe.task == "extractor":
+            pixels = torch.zeros(share, 3, data.resolution, data.resolution, dtype=torch.uint8)
+            captions = [f"a {CLASSES[i % 2]}" for i in range(share)]
+            return {"pixels": pixels, "caption": captions, "label": [c[2:] for c in captions]}
         given = _columns(
             data.resolution,
             self.model,
@@ -89,15 +107,48 @@ class Made:
             inline=encodes(self.recipe.task, data),
             text=reads_text(data, self.task),
         )(share)
+        if data.mask is not None:
+            given = {**given, data.mask: [None] * share}
         return {
             name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
             for name, value in given.items()
         }
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that the step keeps between two calls."""
-        state = self.step.optimiser.state.values()
+        """All that the step keeps between two calls. torchao counts its steps on the host."""
+        counts = ("step",) if self.recipe.optim.name == "adamw8bit" else ()
+        state = [v for own in self.step.optimiser.state.values() for k, v in own.items() if k not in counts]
         return [*self.step.weights.masters.values(), *self.step.ema.state().values(), *state]
+
+
+def _new_model(recipe: Recipe) -> models.Model:
+    """The recipe's model with random weights."""
+    if recipe.task == "extractor":
+        by_class = recipe.objective.extractor.loss == "classifier"
+        network = SmallExtractor(
+            recipe.objective.extractor.network,
+            resolution=recipe.data.resolution,
+            text=not by_class,
+            labels=CLASSES if by_class else (),
+        )
+        return ExtractorModel("extractor", path="extractor", network=network)
+    overrides = build.family_changes(recipe.task, recipe.model, recipe.data.resolution, None)
+    tokenizer = None
+    if recipe.model.base == "sdxl":
+        overrides |= {"text_encoder": XL_TEXT, "text_encoder_2": {**XL_TEXT, "projection_dim": 16}}
+        tokenizer = models.train_tokenizer(["a picture of a dog"], vocab_size=640)
+    parts = ("vae",) if recipe.task == "autoencoder" else ("unet", "vae", "text_encoder", "tokenizer")
+    return models.create(recipe.model.base, parts=parts, overrides=overrides, tokenizer=tokenizer)
+
+
+def _opened(where: str, side: int, tokens: int, device: torch.device) -> tuple[Extractor, int]:
+    """What `repa` opens from a folder: a small network on the device, and how wide its features are."""
+    network = SmallExtractor(SmallSettings(**NETWORK), resolution=side).requires_grad_(False)
+    torch.nn.Module.to(network, device)
+    told = Preprocess(size=(side, side))
+    extractor = Extractor(where, "small", "0", network, told, embed=network, maps=network.maps)
+    blank = torch.zeros(1, 3, side, side, dtype=torch.uint8, device=device)
+    return extractor, repa.seen(extractor, blank, (tokens, tokens)).shape[-1]
 
 
 def steady(made: Made) -> Watched:
@@ -144,7 +195,16 @@ TASKS: dict[str, dict[str, Any]] = {
     "distill lora": {"task": "distill", "model": TINY, "adapter": {"rank": 2}},
     **{
         f"lora {kind}": {"task": "lora", "model": TINY, "adapter": {"rank": 2, "kind": kind}}
-        for kind in ("loha", "lokr", "full")
+        for kind in ("loha", "lokr", "oft", "full")
+    },
+    "extractor": {"task": "extractor", "objective": {"extractor": {"network": NETWORK}}},
+    "extractor of classes": {
+        "task": "extractor",
+        "objective": {"extractor": {"network": NETWORK, "loss": "classifier", "label": "label"}},
+    },
+    "aligned": {
+        "task": "pretrain", "model": TINY_DIT,
+        "train": {"align": {"extractor": "small", "hidden": 16, "block": 2}, "routing": {"keep": 0.5, "before": 1}},
     },
     "long captions": {
         "task": "finetune", "model": TINY,
@@ -153,10 +213,30 @@ TASKS: dict[str, dict[str, Any]] = {
     "inline": {
         "task": "pretrain", "model": TINY, "data": {"store": "x", "resolution": 32, "encode": "inline"},
     },
+    "stored text": {
+        "task": "pretrain", "model": TINY, "data": {"store": "x", "resolution": 32, "encode": "stored"},
+    },
+    "masked": {
+        "task": "finetune", "model": TINY, "data": {"store": "x", "resolution": 32, "mask": "mask"},
+    },
+}  # fmt: skip
+
+
+def _with(task: str, **train: Any) -> dict[str, Any]:
+    """A task with other settings of its training."""
+    return {**TASKS[task], "train": {**TASKS[task].get("train", {}), **train}}
+
+
+TASKS |= {f"{name}, fp16": _with(name, precision="fp16") for name in tuple(TASKS)}
+TASKS |= {
+    f"{name}, checkpointing": _with(name, gradient_checkpointing=True)
+    for name in (
+        "pretrain", "pretrain dit", "pretrain sdxl", "text encoder too", "autoencoder", "lora", "aligned",
+        "textual inversion", "distill", "dpo",
+    )
 }  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {"train": {"precision": "float32"}},
-    "fp16": {"train": {"precision": "fp16"}},
     "two micro-batches": {"train": {"micro_batch": 2}},
     "two micro-batches, fp16": {"train": {"micro_batch": 2, "precision": "fp16"}},
     "channels last": {"train": {"channels_last": True}},
@@ -165,7 +245,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "noise offset": {"objective": {"noise": {"offset": 0.1}}},
     "min-snr": {"objective": {"min_snr_gamma": 5.0}},
     "fused backward": {"optim": {"fused_backward": True, "clip_norm": None}},
-    **{name: {"optim": {"name": name}} for name in ("schedule-free", "muon", "lion", "came")},
+    **{name: {"optim": {"name": name}} for name in ("schedule-free", "muon", "lion", "came", "adamw8bit")},
+    "v, zero terminal SNR": {"objective": {"prediction": "v", "noise": {"zero_terminal_snr": True}}},
+    "predicts the picture": {"objective": {"prediction": "sample"}},
+    "flow": {"objective": {"prediction": "flow"}},
     "huber": {"objective": {"loss": {"type": "huber"}}},
     "multires, perturbation": {"objective": {"noise": {"multires_iterations": 4, "perturbation": 0.1}}},
     "logit-normal": {"objective": {"timesteps": {"distribution": "logit-normal"}}},
@@ -174,6 +257,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "ddp": {"parallel": {"mode": "ddp"}},
     "ddp float32": {"parallel": {"mode": "ddp"}, "train": {"precision": "float32"}},
     "ddp summed in bf16": {"parallel": {"mode": "ddp", "reduce": "bf16"}},
+    "ddp, fp16": {"parallel": {"mode": "ddp"}, "train": {"precision": "fp16"}},
+    "fsdp": {"parallel": {"mode": "fsdp"}},
+    "fsdp float32": {"parallel": {"mode": "fsdp"}, "train": {"precision": "float32"}},
+    "fsdp of all": {"parallel": {"mode": "fsdp", "shard": "full"}},
+    "fsdp two micro-batches": {
+        "parallel": {"mode": "fsdp"}, "train": {"global_batch": 4 * ROWS, "micro_batch": ROWS},
+    },
     "ddp two micro-batches": {
         "parallel": {"mode": "ddp"}, "train": {"global_batch": 4 * ROWS, "micro_batch": ROWS},
     },
@@ -218,16 +308,24 @@ def _spoilt(how: str) -> Any:
     return made
 
 
+def _outside(call: Any) -> Any:
+    return lambda *args, **kwargs: outside(lambda: call(*args, **kwargs))
+
+
 def join_a_group() -> None:
     """Of two processes, of whom the other answers at once; one import is for what that does to fakes."""
     import torch.distributed as dist
     import torch.distributed._tools.fake_collectives  # noqa: F401
+    from torch.distributed import device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group(f"cpu:fake,{CARD}:fake", rank=0, world_size=2, store=FakeStore())
+    for module, name in ((device_mesh, "init_device_mesh"), (ddp_fsdp, "_part_of")):
+        setattr(module, name, _outside(getattr(module, name)))
 
 
 def main() -> None:
+    repa._opened = _opened
     with fake_card():
         if any("parallel" in CASES.get(name, {}) for name in sys.argv[1:]):
             join_a_group()

@@ -49,6 +49,14 @@ def test_a_draw_needs_no_float64(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_nets_and_preparing_need_no_float64(tmp_path: Path) -> None:
+    """ControlNet, T2I-Adapter, both IP-Adapters; pictures and captions encoded."""
+    found = results(tmp_path, "steer", "prepare")
+    assert len(found) == 7
+    check(found)
+
+
+@pytest.mark.nightly
 def test_every_task_trains_without_float64(tmp_path: Path) -> None:
     found = results(tmp_path, "train")
     tasks = {name.split()[1].rstrip(",") for name in found}

@@ -32,6 +32,7 @@ from darkroom.errors import ModelError, is_system_failure
 from darkroom.evaluate.pictures import FILE as PREPROCESS_FILE
 from darkroom.evaluate.pictures import Pictures
 from darkroom.evaluate.settings import SmallSettings
+from darkroom.hardware.accelerator import new_tensor
 from darkroom.models.folder import replaced_folder
 from darkroom.models.tensor_file import write_tensors
 
@@ -147,7 +148,7 @@ def word_ids(captions: Sequence[str], settings: SmallSettings) -> Tensor:
 
 def normalised(pixels_B3HW: Tensor) -> Tensor:
     """uint8 pictures as the network takes them."""
-    mean, std = (torch.tensor(three, device=pixels_B3HW.device).view(1, 3, 1, 1) for three in (MEAN, STD))
+    mean, std = (new_tensor(three, pixels_B3HW.device).view(1, 3, 1, 1) for three in (MEAN, STD))
     return (pixels_B3HW.float() / 255 - mean) / std
 
 

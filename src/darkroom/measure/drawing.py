@@ -79,6 +79,7 @@ class Workload:
     ) -> list[Picture]:
         """End to end: text, steps, pictures."""
         settings: dict[str, Any] = {
+            "size": self.size,
             "steps": self.steps,
             "guidance": self.guidance,
             "solver": self.solver,
@@ -87,7 +88,6 @@ class Workload:
         return generate(
             self.model,
             list(self.prompts),
-            size=self.size,
             num=num,
             batch_rows=num * len(self.prompts),
             backend=backend,

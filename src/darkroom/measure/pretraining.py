@@ -178,9 +178,10 @@ class _Asked:
 
 def _pretraining_rows(asked: _Asked, cases: Sequence[str], say: Say) -> Iterator[Measurement]:
     first: Timing | None = None
+    flops = 0
     for case in cases:
         try:
-            row, timing = _case(asked, case, first)
+            row, timing, flops = _case(asked, case, first, flops)
         except DEVICE_LOST:
             raise
         except Exception as error:
@@ -196,11 +197,13 @@ def _pretraining_rows(asked: _Asked, cases: Sequence[str], say: Say) -> Iterator
         yield row
 
 
-def _case(asked: _Asked, case: str, first: Timing | None) -> tuple[Measurement, Timing]:
+def _case(asked: _Asked, case: str, first: Timing | None, flops: int) -> tuple[Measurement, Timing, int]:
+    """Its row and timing, and FLOPs a picture, which are counted where no case before did."""
     bench = SwitchedStep(asked.family, asked.resolution, case, asked.device, asked.unet)
     found, taken, peak = _time(bench, case, asked.batch, asked.repeats, asked.warmup)
     timing = Timing(case, tuple(s / taken for s in found.seconds), found.warmup_s, found.load_average)
-    return _row(bench, timing, first or timing, asked.family, taken, peak), timing
+    flops = flops or flops_per_image(bench)
+    return _row(bench, timing, first or timing, asked.family, taken, peak, flops), timing, flops
 
 
 def _line(row: Measurement) -> str:
@@ -258,7 +261,7 @@ def flops_per_image(bench: SwitchedStep) -> int:
 
 
 def _row(
-    bench: SwitchedStep, timing: Timing, first: Timing, family: str, rows: int, peak: int
+    bench: SwitchedStep, timing: Timing, first: Timing, family: str, rows: int, peak: int, flops: int
 ) -> Measurement:
     return measurement(
         "pretrain",
@@ -266,7 +269,7 @@ def _row(
         baseline=first,
         images=1,
         steps=1 / rows,
-        flops_per_image=flops_per_image(bench),
+        flops_per_image=flops,
         precision=bench.precision,
         device=bench.device,
         note="seconds of one picture; synthetic latents and text; cases one after the other; EMA on",

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 Choice = Sequence[tuple[int, float]]
 """The adapters of one row: pairs of slot and weight."""
 SLOTS, WEIGHTS = "adapter_slots", "adapter_weights"
+HOST = "_numbers_on_the_host"
+"""Under which slots on a device keep the same numbers as a list."""
 """Their name among the U-Net's other arguments in a batch."""
 ROWS = "adapter_rows"
 """Where a U-Net or text encoder keeps its `RowAdapters`."""
@@ -132,7 +134,8 @@ class RowAdapters:
         if not self.dense:
             return []
         found = []
-        table = slots_BK.tolist()
+        told = getattr(slots_BK, HOST, None)  # else a card is waited for
+        table = slots_BK.tolist() if told is None else told
         for k in range(slots_BK.shape[1]):
             for slot in dict.fromkeys(row[k] for row in table):
                 places = [i for i, row in enumerate(table) if row[k] == slot]
@@ -143,7 +146,7 @@ class RowAdapters:
                 elif self.whole_calls:
                     found.append(_Dense(slot, None, weights_BK[:, k] * (slots_BK[:, k] == slot)))
                 else:
-                    index = torch.tensor(places, device=slots_BK.device)
+                    index = accelerator.new_tensor(places, slots_BK.device)
                     found.append(_Dense(slot, index, weights_BK[index, k]))
         return found
 
@@ -636,7 +639,10 @@ def lay_out(choices: Sequence[Choice], device: torch.device | str) -> dict[str, 
     if not width:
         return {}
     padded = [[*choice, *[(0, 0.0)] * (width - len(choice))] for choice in kept]
+    numbers = [[s for s, _ in row] for row in padded]
+    slots_BK = accelerator.new_tensor(numbers, device, torch.int64)
+    setattr(slots_BK, HOST, numbers)
     return {
-        SLOTS: accelerator.new_tensor([[s for s, _ in row] for row in padded], device, torch.int64),
+        SLOTS: slots_BK,
         WEIGHTS: accelerator.new_tensor([[w for _, w in row] for row in padded], device, torch.float32),
     }

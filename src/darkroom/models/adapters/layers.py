@@ -193,7 +193,8 @@ def rotated(blocks: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _cayley(blocks: torch.Tensor) -> torch.Tensor:
     skew = blocks.float() - blocks.float().transpose(-1, -2)
     one = torch.eye(blocks.shape[-1], device=blocks.device)
-    return torch.Tensor((one + skew) @ torch.linalg.inv(one - skew))
+    # 1 minus a skew matrix has an inverse, whatever is in it: `inv` would wait for a card to say so.
+    return torch.Tensor((one + skew) @ torch.linalg.inv_ex(one - skew).inverse)
 
 
 def _butterfly(blocks: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

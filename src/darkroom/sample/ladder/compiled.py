@@ -48,6 +48,9 @@ def lacks_compiler(place: ComputeTarget) -> str | None:
     """Inductor writes C++ for a CPU, and Triton for a card."""
     if place.device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
         return "torch.compile needs a C++ compiler on a CPU, and there is no g++ or clang++"
+    compilers = (os.environ.get("CC", "gcc"), "clang")
+    if place.device.type == "cuda" and os.name == "posix" and not any(map(shutil.which, compilers)):
+        return "torch.compile's Triton needs a C compiler, and there is no gcc or clang"
     return None
 
 

@@ -89,7 +89,9 @@ class PredictRequest(BaseModel):
             PictureRequest(
                 prompt=one.prompt if one.prompt is not None else one.text or "",
                 model=parameters.model,
-                negative=parameters.negative_prompt if parameters.negative_prompt is not None else parameters.negativePrompt,
+                negative=parameters.negative_prompt
+                if parameters.negative_prompt is not None
+                else parameters.negativePrompt,
                 num=parameters.sampleCount,
                 seed=None if parameters.seed is None else parameters.seed + i * parameters.sampleCount,
                 width=parameters.width,
@@ -98,7 +100,9 @@ class PredictRequest(BaseModel):
                 guidance=parameters.guidance_scale,
                 solver=parameters.solver,
                 controls=choices(parameters.controls),
-                adapters=(AdapterChoice(name=parameters.lora_id, weight=parameters.lora_scale),) if parameters.lora_id else (),
+                adapters=(AdapterChoice(name=parameters.lora_id, weight=parameters.lora_scale),)
+                if parameters.lora_id
+                else (),
             )
             for i, one in enumerate(self.instances)
         ]

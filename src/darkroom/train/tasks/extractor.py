@@ -261,14 +261,16 @@ def cut(pixels_b3HW: Tensor, zoom: float) -> Tensor:
     theta_b23 = torch.zeros(count, 2, 3)
     theta_b23[:, 0, 0], theta_b23[:, 1, 1] = share_b * mirror_b, share_b
     theta_b23[:, :, 2] = off_2b.T
-    grid = F.affine_grid(theta_b23.to(pixels_b3HW.device), list(pixels_b3HW.shape), align_corners=False)
+    grid = F.affine_grid(
+        to_device(theta_b23, pixels_b3HW.device), list(pixels_b3HW.shape), align_corners=False
+    )
     return F.grid_sample(pixels_b3HW, grid, padding_mode="border", align_corners=False)
 
 
 def tinted(pixels_b3HW: Tensor, strength: float) -> Tensor:
     """Brightness, contrast and colour of each picture of 0 to 255 moved by up to `strength`."""
     bright, contrast, colour = (
-        (1 + strength * (2 * torch.rand(len(pixels_b3HW), 1, 1, 1) - 1)).to(pixels_b3HW.device)
+        to_device(1 + strength * (2 * torch.rand(len(pixels_b3HW), 1, 1, 1) - 1), pixels_b3HW.device)
         for _ in range(3)
     )
     mean = pixels_b3HW.mean(dim=(1, 2, 3), keepdim=True)

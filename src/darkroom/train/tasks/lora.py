@@ -226,8 +226,8 @@ class Rotation(nn.Module):
         super().__init__()
         outputs = weight.shape[0]
         side = next(n for n in range(min(most, outputs), 0, -1) if outputs % n == 0)
-        self.oft_blocks = nn.Parameter(torch.zeros(outputs // side, side, side, dtype=weight.dtype))
-        self.oft_blocks.data = self.oft_blocks.data.to(weight.device)
+        blocks = torch.zeros(outputs // side, side, side, dtype=weight.dtype, device=weight.device)
+        self.oft_blocks = nn.Parameter(blocks)
 
     def forward(self, weight: Tensor) -> Tensor:
         from darkroom.models.adapters.layers import rotated
