@@ -514,8 +514,8 @@ def _check_optimiser(optim: OptimSettings, train: TrainSettings) -> None:
         if optim.name != only and given != type(optim).model_fields[key].default:
             value = str(given).lower() if isinstance(given, bool) else f"{given:g}"
             raise RecipeError(f"optim.{key}", f"{value} with optim.name={optim.name}", allowed=f"with {only}")
-    if optim.name == "prodigy" and (key := next((name for name in OWN_RATES if getattr(optim, name)), None)):
-        raise RecipeError(f"optim.{key}", "given, but Prodigy has one rate for all", mend="leave it out")
+    if optim.name == "prodigy" and (own := next((name for name in OWN_RATES if getattr(optim, name)), None)):
+        raise RecipeError(f"optim.{own}", "given, but Prodigy has one rate for all", mend="leave it out")
     if optim.name == "schedule-free":
         if optim.decay != "constant":
             raise RecipeError("optim.decay", f"{optim.decay} with schedule-free", allowed="constant")

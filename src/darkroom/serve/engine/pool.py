@@ -149,7 +149,7 @@ class ModelPool:
     async def open(self) -> LoadedModel:
         """Look at all models and load the first. DarkroomError where one of them cannot be served."""
         if self.several:
-            await self._loop.beside(self._look_at_all)
+            await self._loop.in_daemon_thread(self._look_at_all)
             self.known = True
             self._follow()
         opened = await self._load(self.first)
@@ -408,7 +408,7 @@ class ModelPool:
         """What takes long, in a thread. Where nobody waits for it any more it goes on, and `busy` says so."""
         served.busy = what
         try:
-            made = await self._loop.beside(call, *given)
+            made = await self._loop.in_daemon_thread(call, *given)
         except Exception:
             served.busy = ""
             raise
