@@ -51,6 +51,7 @@ BESIDE_STEPS = 1.25
 FORECAST_S = 0.1
 # So long the end of the process waits for a step that is under way.
 STOP_S = 5.0
+ALONE_PRIORITY = 1 << 30  # above all that a request may have
 
 
 class Admission(NamedTuple):
@@ -149,6 +150,8 @@ class Engine:
             if work.alone:
                 self._suspects.append(work)
             for ticket in work.tickets:
+                if work.alone:  # in a line of its own: behind another entry, which waits for it, neither begins
+                    ticket.entry.priority = ALONE_PRIORITY
                 self._queue.push(ticket.entry)
             self._call()
 
