@@ -19,7 +19,7 @@ LEVELS = (
     {"errors", "hush", "late_imports"},
     {"hardware", "counting", "progress"},
     {"bill", "tables", "options"},
-    {"run"},
+    {"run", "picture_settings"},
     {"models", "data"},
     {"prepare", "sample", "evaluate"},
     {"recipe"},
