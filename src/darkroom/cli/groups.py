@@ -30,7 +30,7 @@ class OptionsOf:
 
     def options(self) -> dict[str, tuple[Any, Any]]:
         """Of each field the typer annotation, and the default or what stands for none."""
-        made = {name: option_of(self.model, name) for name in self.names}
+        made = {name: _option_of(self.model, name) for name in self.names}
         return made | {name: (hint, made[name][1]) for name, hint in self.instead.items()}
 
     def __call__(self, **given: Any) -> dict[str, Any]:
@@ -42,7 +42,7 @@ WIDEST = 2**31
 """A larger bound says nothing to a reader of `--help`: it is left to the model."""
 
 
-def option_of(model: type[BaseModel], name: str) -> tuple[Any, Any]:
+def _option_of(model: type[BaseModel], name: str) -> tuple[Any, Any]:
     """A field's typer annotation and its default: its type, its description, its range, its choices.
 
     A `None: ...` in the description says what holds by default. Bounds that are open (`gt`) are left to the
