@@ -28,7 +28,7 @@ MAX_SEED = 2**63 - 1
 class Hires(BaseModel):
     """A second pass at a larger size, from the first pass's picture."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     scale: float = Field(ge=1, le=8, description="how much larger each side becomes")
     strength: float = Field(
@@ -57,7 +57,7 @@ class Hires(BaseModel):
 class GenerateSettings(BaseModel):
     """How pictures are made, whatever the prompt. None leaves a choice to the model."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     negative: str | None = Field(
         None, description="what to steer away from; None: nothing (SD encodes '', SDXL takes zeros)"
