@@ -8,16 +8,17 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import typer
 from PIL import Image
+from pydantic import BaseModel, Field
 from typer.testing import CliRunner
 
 from darkroom import cli, errors
 from darkroom.cli import door
-from darkroom.cli.groups import grouped
+from darkroom.cli.groups import DRAWING, OptionsOf, grouped
 
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = [name for name in (command.name for command in cli.app.registered_commands) if name]
@@ -264,8 +265,46 @@ def test_a_group_stands_for_its_options():
     assert told.index("--wide") < told.index("--tall") < told.index("--loud")
 
 
+class Slide(BaseModel):
+    """Settings of which options are made."""
+
+    width: int = Field(3, ge=2, le=9, description="in mm; None: never shown")
+    mount: Literal["glass", "card"] = Field("card", description="what holds it")
+    tint: float | None = Field(None, gt=0, le=1, description="None: the film's own")
+    seed: int = Field(0, ge=0, le=2**63 - 1)
+    title: str
+    side: tuple[int, int] | None = None
+
+
+SIDE = {"side": Annotated[str | None, typer.Option(help="of both")]}
+SLIDE = OptionsOf(Slide, ("title", "width", "mount", "tint", "seed", "side"), SIDE)
+
+
+def test_options_are_made_of_a_settings_model():
+    app, seen = typer.Typer(rich_markup_mode=None), []
+    assert SLIDE.options()["width"][1] == 3
+
+    @app.command()
+    @grouped
+    def it(*, one: Annotated[dict[str, Any], SLIDE], loud: bool = False) -> None:
+        seen.append((one, loud))
+
+    run = CliRunner().invoke
+    assert run(app, ["--title", "a", "--width", "9", "--tint", "0.5", "--side", "3x4"]).exit_code == 0
+    [(given, loud)] = seen
+    assert given == {"title": "a", "width": 9, "mount": "card", "tint": 0.5, "seed": 0, "side": "3x4"}
+    assert not loud
+    for wrong in ([], ["--title", "a", "--width", "1"], ["--title", "a", "--tint", "2"]):
+        assert run(app, wrong).exit_code == 2, wrong  # missing, too small, too large
+    assert len(seen) == 1
+    told = " ".join(run(app, ["--help"]).output.split())
+    for words in ("2<=x<=9", "glass, card: what holds it", "default: the film's own", "of both"):
+        assert words in told, words
+    assert "9223372036854775807" not in told
+
+
 def test_groups_have_the_names_of_the_settings_they_become():
-    from darkroom.cli import benchmarks, pictures, planning, serving
+    from darkroom.cli import benchmarks, planning, serving
     from darkroom.measure.finetuning import Finetuning
     from darkroom.plan.pictures import PictureSettings
     from darkroom.sample import GenerateSettings
@@ -274,7 +313,7 @@ def test_groups_have_the_names_of_the_settings_they_become():
     def names(group: type) -> set[str]:
         return {field.name for field in dataclasses.fields(group)}
 
-    assert names(pictures.DrawingOptions) | {"hires"} == set(GenerateSettings.model_fields)
+    assert {*DRAWING.names, "hires"} == set(GenerateSettings.model_fields)
     assert names(planning.JobOptions) == names(PictureSettings)
     assert names(benchmarks.FinetuneOptions) - {"lr"} < names(Finetuning)
     shared = names(serving.ServeOptions) & set(ServeSettings.model_fields)

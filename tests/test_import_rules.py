@@ -19,7 +19,7 @@ LEVELS = (
     {"errors", "hush", "late_imports"},
     {"hardware", "counting", "progress"},
     {"bill", "tables", "options"},
-    {"run"},
+    {"run", "picture_settings"},
     {"models", "data"},
     {"prepare", "sample", "evaluate"},
     {"recipe"},
@@ -438,13 +438,13 @@ RECIPE_IS_ONE_ARGUMENT = {
     *("recipe/rules.py:check_together", "recipe/phases.py:phase_recipes", "recipe/phases.py:sweep_recipe"),
     # a run: begun, gone on with, in phases, in a sweep, in the workers of a cluster
     *("train/run.py:train", "train/run.py:_begin", "train/run.py:_go_on"),
-    *("train/run.py:_train_phases", "train/run.py:sweep", "cluster/train.py:train", "cluster/train.py:_run"),
+    *("train/run.py:_train_phases", "train/run.py:sweep", "cluster/train.py:train"),
     # what is put together of it
     *("train/checks.py:check_settings", "train/setup.py:make_job", "train/setup.py:make_task"),
     "train/jobs.py:TrainingSetup",
     # what is made of it at the end, and what is told of it there
     *("train/exports.py:write_results", "train/exports.py:write_whole_model"),
-    *("train/exports.py:trained_adapter", "train/sharing.py:model_card"),
+    "train/exports.py:trained_adapter",
     # the same run, counted instead of made
     *(
         "plan/settings.py:settings_of",

@@ -53,19 +53,19 @@ class Server:
             self.ask("DELETE", f"/jobs/{job['id']}")
             raise
         if job["state"] != "done":
-            told = (job["error"] or {}).get("message", f"the job was {job['state']}")
-            raise RuntimeError(f"darkroom: {told}")
+            message = (job["error"] or {}).get("message", f"the job was {job['state']}")
+            raise RuntimeError(f"darkroom: {message}")
         return dict(job)
 
 
 def _message(content: bytes) -> str:
     """What a refusal says."""
     try:
-        told = json.loads(content)
+        body = json.loads(content)
     except ValueError:
         return content[:200].decode("utf-8", "replace")
-    error = told.get("error", told)
-    return str(error.get("message", told.get("detail", error)) if isinstance(error, dict) else told["detail"])
+    error = body.get("error", body)
+    return str(error.get("message", body.get("detail", error)) if isinstance(error, dict) else body["detail"])
 
 
 def _raise_if_interrupted() -> None:
@@ -164,7 +164,7 @@ class DarkroomControl:
         controls: list[Any] | None = None,
     ) -> tuple[list[Any]]:
         """The nets so far and this one."""
-        told = {
+        control = {
             "net": net,
             "image": to_base64(image),
             "weight": weight,
@@ -172,7 +172,7 @@ class DarkroomControl:
             "end": end,
             "map": map,
         }
-        return ([*(controls or []), told],)
+        return ([*(controls or []), control],)
 
 
 class DarkroomDraw:
@@ -233,7 +233,7 @@ class DarkroomDraw:
 
 
 class DarkroomUpscale:
-    """A picture made larger by the server."""
+    """A picture upscaled by the server."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("IMAGE",), "enlarged", CATEGORY
 

@@ -38,10 +38,6 @@ CREDENTIALS_HELP = "what the signed credentials say: model, settings, or all (th
 PROVENANCE_HELP = "mark pictures (watermark) and sign them (C2PA)"
 SIZE_HELP = "WIDTHxHEIGHT in pixels, or one number for a square; default: the model's own"
 PRECISION_HELP = "float32, bf16, fp16, int8 with openvino, or auto: bf16 where it is quick"
-SOLVER_HELP = (
-    f"default: the model's own; {', '.join((*options.SOLVER_NAMES, *options.FLOW_SOLVER_NAMES))}, "
-    "or as A1111 says it: 'DPM++ 2M Karras'"
-)
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Out = Annotated[Path | None, typer.Option("--out", help="where the result goes")]

@@ -19,7 +19,7 @@ from darkroom.cli.door import (
     progress_bar,
     show,
 )
-from darkroom.cli.groups import SamplingOptions, grouped
+from darkroom.cli.groups import Sampling, grouped, read_sampling
 from darkroom.errors import InputError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def evaluate(
     ] = None,
     num: Annotated[int, typer.Option(min=1, help="pictures of each prompt")] = 4,
     class_num: Annotated[int, typer.Option(min=1, help="pictures of the plain class")] = 16,
-    drawing: SamplingOptions,
+    drawing: Sampling,
     precision: Annotated[str, typer.Option(help=PRECISION_HELP)] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")] = "auto",
     keep_pictures: Annotated[
@@ -104,11 +104,11 @@ def evaluate(
         "reference": against.reference,
         "reference_filter": against.reference_filter,
         "subject": against.subject,
-        "seed": drawing.seed,
+        "seed": drawing["seed"],
         "allow_seen": allow_seen,
         "say": lambda note: print(f"note: {note}", file=sys.stderr),
     }
-    settings = drawing.settings()
+    settings = read_sampling(drawing)
     settings = {name: value for name, value in settings.items() if value is not None and name != "seed"}
     with progress_bar("evaluate", as_json) as progress:
         if is_pictures:

@@ -3,24 +3,78 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import wraps
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
-from darkroom.cli.door import SIZE_HELP, SOLVER_HELP, size_of
+from darkroom.cli.door import SIZE_HELP, size_of
+from darkroom.picture_settings import GenerateSettings
+
+
+@dataclass(frozen=True)
+class OptionsOf:
+    """Marks a command's parameter that stands for one option for each of these fields of a settings' model.
+
+    Type, default, range and help are the field's own; `instead` has the typer annotation of a field that has
+    another form on the command line. The command is handed a dictionary by the fields' names.
+    """
+
+    model: type[BaseModel]
+    names: tuple[str, ...]
+    instead: Mapping[str, Any] = field(default_factory=dict)
+
+    def options(self) -> dict[str, tuple[Any, Any]]:
+        """Of each field the typer annotation, and the default or what stands for none."""
+        made = {name: _option_of(self.model, name) for name in self.names}
+        return made | {name: (hint, made[name][1]) for name, hint in self.instead.items()}
+
+    def __call__(self, **given: Any) -> dict[str, Any]:
+        """What the command is handed."""
+        return given
+
+
+WIDEST = 2**31
+"""A larger bound says nothing to a reader of `--help`: it is left to the model."""
+
+
+def _option_of(model: type[BaseModel], name: str) -> tuple[Any, Any]:
+    """A field's typer annotation and its default: its type, its description, its range, its choices.
+
+    A `None: ...` in the description says what holds by default. Bounds that are open (`gt`) are left to the
+    model, which has the last word on every value.
+    """
+    one = model.model_fields[name]
+    kinds = [kind for kind in get_args(one.annotation) or (one.annotation,) if kind is not type(None)]
+    choices = list(map(str, get_args(one.annotation))) if get_origin(one.annotation) is Literal else []
+    kind: Any = str if choices else kinds[0]
+    bounds = {"min": "ge", "max": "le"} if kind in (int, float) else {}
+    rules = [(bound, getattr(rule, key, None)) for bound, key in bounds.items() for rule in one.metadata]
+    limits = {bound: limit for bound, limit in rules if limit is not None and abs(limit) < WIDEST}
+    about = (one.description or "").replace("None:", "default:")
+    option = typer.Option(
+        help=f"{', '.join(choices)}: {about}" if choices else about,
+        autocompletion=(lambda: choices) if choices else None,
+        **limits,
+    )
+    optional = kind | None if type(None) in get_args(one.annotation) else kind
+    default = inspect.Parameter.empty if one.default is PydanticUndefined else one.default
+    return Annotated[optional, option], default
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameters that are dataclasses stand for one option a field.
+    """A command of whose parameters some stand for several options each.
 
-    A field is annotated as typer has it, `steps: Annotated[int, typer.Option(help=...)] = 30`; the command is
-    handed the dataclass.
+    A dataclass stands for one option a field, annotated as typer has it,
+    `steps: Annotated[int, typer.Option(help=...)] = 30`; the command is handed the dataclass. A dictionary
+    marked by `OptionsOf` stands for fields of a settings' model.
     """
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups = {name: found for name, hint in hints.items() if (found := _group_of(hint)) is not None}
     parameters = []
     for name, parameter in inspect.signature(command).parameters.items():
         group = groups.get(name)
@@ -34,7 +88,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         """The command's options, put together into its dataclasses."""
         made = {
-            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            name: group(**{option: given.pop(option) for option in _options(group)})
             for name, group in groups.items()
         }
         return command(**given, **made)
@@ -44,8 +98,16 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _group_of(hint: Any) -> Any:
+    """The dataclass or the mark of a parameter that stands for several options; None for any other."""
+    marks = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, OptionsOf)]
+    return hint if is_dataclass(hint) else marks[0] if marks else None
+
+
 def _options(group: Any) -> dict[str, tuple[Any, Any]]:
     """Of each field its annotation, and its default or what stands for none."""
+    if isinstance(group, OptionsOf):
+        return group.options()
     hints = get_type_hints(group, include_extras=True)
     plain = {field.name: field.default for field in fields(group)}
     return {
@@ -54,19 +116,23 @@ def _options(group: Any) -> dict[str, tuple[Any, Any]]:
     }
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How pictures are drawn, whatever the prompt: settings of `darkroom.sample.GenerateSettings`."""
+SIZE = {"size": Annotated[str | None, typer.Option(help=SIZE_HELP)]}
+SAMPLING = OptionsOf(GenerateSettings, ("seed", "steps", "guidance", "solver", "size", "negative"), SIZE)
+"""How pictures are drawn, whatever the prompt."""
+DRAWING = OptionsOf(
+    GenerateSettings,
+    (
+        *SAMPLING.names,
+        *("num", "strength", "only_masked", "paste", "weighting", "clip_skip", "guidance_rescale", "eta"),
+        *("karras", "exponential", "spacing"),
+    ),
+    SIZE,
+)
+"""The same and the other settings of pictures, but for the second pass."""
+Sampling = Annotated[dict[str, Any], SAMPLING]
+Drawing = Annotated[dict[str, Any], DRAWING]
 
-    seed: Annotated[int, typer.Option(min=0, help="picture i has seed + i")] = 0
-    steps: Annotated[int | None, typer.Option(help="solver steps; default: 30")] = None
-    guidance: Annotated[float | None, typer.Option(help="above 1 is on; default: the model's own or 7.5")] = (
-        None
-    )
-    solver: Annotated[str | None, typer.Option(help=SOLVER_HELP)] = None
-    size: Annotated[str | None, typer.Option(help=SIZE_HELP)] = None
-    negative: Annotated[str | None, typer.Option(help="what to steer away from")] = None
 
-    def settings(self) -> dict[str, Any]:
-        """What was given, by the settings' names."""
-        return {**asdict(self), "size": size_of(self.size)}
+def read_sampling(given: dict[str, Any]) -> dict[str, Any]:
+    """Settings of these options, the size read. InputError for one that no model makes."""
+    return given | {"size": size_of(given["size"])}

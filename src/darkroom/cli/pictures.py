@@ -22,7 +22,7 @@ from darkroom.cli.door import (
     progress_bar,
     show,
 )
-from darkroom.cli.groups import SamplingOptions, grouped
+from darkroom.cli.groups import Drawing, grouped, read_sampling
 from darkroom.errors import InputError, install_extra
 from darkroom.hardware import cpu
 
@@ -31,29 +31,6 @@ if TYPE_CHECKING:
     from darkroom.models.upscaler import Upscaler
     from darkroom.sample import Control, Hires, Picture
     from darkroom.sample.provenance import Provenance
-
-ONLY_MASKED_HELP = "with a mask: draw only its part and so many pixels around, at --size, and put it back"
-
-
-@dataclass(frozen=True)
-class DrawingOptions(SamplingOptions):
-    """The other settings of pictures."""
-
-    num: Annotated[int, typer.Option(min=1, help="pictures of each prompt")] = 1
-    strength: Annotated[
-        float | None, typer.Option(help="how much of the steps; default: 0.75, with a mask 1")
-    ] = None
-    only_masked: Annotated[int | None, typer.Option(min=0, help=ONLY_MASKED_HELP)] = None
-    paste: Annotated[bool, typer.Option(help="keep the picture outside the mask to the pixel")] = True
-    weighting: Annotated[str, typer.Option(help="weights in prompts: none, a1111 or compel")] = "none"
-    clip_skip: Annotated[
-        int, typer.Option(min=0, help="last text layers left out; A1111's 'Clip skip: 2' is 1")
-    ] = 0
-    guidance_rescale: Annotated[float, typer.Option(help="0 to 1, against burnt contrast")] = 0.0
-    eta: Annotated[float, typer.Option(help="noise of ddim, 0 to 1")] = 0.0
-    karras: Annotated[bool | None, typer.Option(help="Karras sigmas")] = None
-    exponential: Annotated[bool | None, typer.Option(help="exponential sigmas")] = None
-    spacing: Annotated[str | None, typer.Option(help="leading, trailing or linspace")] = None
 
 
 @dataclass(frozen=True)
@@ -193,7 +170,7 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="one or more prompts")] = None,
     *,
     elsewhere: PromptOptions,
-    drawing: DrawingOptions,
+    drawing: Drawing,
     larger: LargerOptions,
     given: InputOptions,
     compute: ComputeOptions,
@@ -207,10 +184,10 @@ def generate(
 
     Example: darkroom generate model/ "a red circle" --num 4 --solver dpmpp_2m --steps 20
     """
-    asked, compute = drawing.settings(), compute.checked()
+    asked, compute = read_sampling(drawing), compute.checked()
     files.check()
-    if drawing.solver is not None:
-        options.parse_solver(drawing.solver)
+    if asked["solver"] is not None:
+        options.parse_solver(asked["solver"])
     limit = None if compute.memory is None else options.parse_bytes(compute.memory)
     # From here on torch is needed.
     from darkroom import models, sample

@@ -39,7 +39,7 @@ from darkroom.hardware.system import on_stop_signal
 from darkroom.recipe.phases import phase_recipes
 
 if TYPE_CHECKING:
-    from darkroom.recipe.sections import ParallelSettings, Recipe, TrainSettings
+    from darkroom.recipe.sections import DataSettings, ParallelSettings, Recipe, TrainSettings
     from darkroom.train.trainer import TrainResult
 
 Say = Callable[[str], None]
@@ -108,7 +108,19 @@ def train(
         counts = _workers(phases, recipe.parallel, placement, capacity)
         target = _target(Path(out).absolute(), resume, in_phases=bool(recipe.phases))
         try:
-            return _run(recipe, target, resume, counts, placement, capacity, console)
+            job: dict[str, Any] = {
+                "recipe": recipe,
+                "out": str(target),
+                "resume": resume,
+                "folder": os.getcwd(),
+                "max_failures": placement.max_failures,
+                "token": uuid.uuid4().hex[:12],
+                "elastic": len(counts) > 1,
+                "stores": stores_here(recipe.data),
+            }
+            on_gpus = _uses_gpus(recipe.train.device, placement, capacity)
+            timeout_s = recipe.parallel.timeout_s
+            return _run(job, recipe.data, timeout_s, counts, placement, capacity, console, on_gpus=on_gpus)
         except Lost as error:
             raise DarkroomError(f"{error}; Ray's logs are in {cluster.logs}") from error
 
@@ -175,36 +187,28 @@ def _target(out: Path, resume: str, *, in_phases: bool) -> Path:
 
 
 def _run(
-    recipe: Recipe,
-    out: Path,
-    resume: str,
+    job: dict[str, Any],
+    data: DataSettings,
+    timeout_s: float,
     counts: list[int],
     placement: Placement,
     capacity: Capacity,
     say: Say,
+    *,
+    on_gpus: bool,
 ) -> TrainResult:
+    """Run the job that workers are handed, to its end; `counts` are the numbers of workers it may have."""
     import ray
 
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
     mail = ray.remote(num_cpus=0, scheduling_strategy=here)(Mail).remote()
-    job: dict[str, Any] = {
-        "recipe": recipe,
-        "out": str(out),
-        "resume": resume,
-        "mail": mail,
-        "folder": os.getcwd(),
-        "max_failures": placement.max_failures,
-        "token": uuid.uuid4().hex[:12],
-        "elastic": len(counts) > 1,
-        "stores": stores_here(recipe.data),
-    }
-    gpus = 1 if _uses_gpus(recipe.train.device, placement, capacity) else 0
+    job["mail"] = mail
+    gpus = 1 if on_gpus else 0
     at_once = (
         rounded_down(capacity.holds(placement.cpus, gpus), counts) or counts[0]
     )  # on the nodes there are
-    timeout_s = recipe.parallel.timeout_s
 
     def waits() -> str:
         return waiting(f"{counts[0]} workers", placement.cpus, gpus, placement.accelerator)
@@ -213,7 +217,7 @@ def _run(
         _asked_to_stop() as asked,
         TemporaryDirectory(prefix="darkroom-ray-") as records,
         online(
-            recipe.data,
+            data,
             reserved_cpus=at_once * placement.cpus,
             say=say,
             grows=placement.grows,

@@ -23,11 +23,12 @@ from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware.memory import PeakMemory
 from darkroom.measure.timing import Measurement, interleave, measurement
 from darkroom.options import BACKENDS
+from darkroom.picture_settings import GenerateSettings
 from darkroom.sample import denoise, generate
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.denoise import Unet
-from darkroom.sample.generate import GenerateSettings, Generation
+from darkroom.sample.generate import Generation
 from darkroom.sample.ladder.choose import parse
 from darkroom.sample.likeness import likeness
 

@@ -15,10 +15,10 @@ from darkroom.errors import InputError
 from darkroom.measure.drawing import Workload
 from darkroom.measure.ladder import rounded
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement
+from darkroom.picture_settings import MAX_STEPS, GenerateSettings
 from darkroom.sample import denoise
 from darkroom.sample.backends.backend import Backend
-from darkroom.sample.choice import MAX_STEPS
-from darkroom.sample.generate import GenerateSettings, Generation
+from darkroom.sample.generate import Generation
 from darkroom.sample.likeness import likeness
 
 STEPS = (5, 10, 20, 30, 50, 75, 100)

@@ -7,6 +7,7 @@ one) and `flow` those of rectified flow, `choice` picks the solver; `denoise` pa
 """
 
 from darkroom.options import BACKENDS
+from darkroom.picture_settings import GenerateSettings, Hires
 from darkroom.sample import ladder
 from darkroom.sample.adapters import Named, read_tags
 from darkroom.sample.backends import open_backend
@@ -15,10 +16,9 @@ from darkroom.sample.backends.eager import unet_call
 from darkroom.sample.choice import default_solver, make_table, solvers_of
 from darkroom.sample.control import Control
 from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch, StepState, Unet, advance, denoise
-from darkroom.sample.generate import GenerateSettings, Generation, Hires, generate
-from darkroom.sample.grid import cells, read_axes, save_sheet
+from darkroom.sample.generate import Generation, generate
 from darkroom.sample.pictures import Picture, decode, make_grid, prompt_in, read_parameters, save_pictures
-from darkroom.sample.prompt_files import expand, read_prompts
+from darkroom.sample.prompt_files import cells, expand, read_axes, read_prompts, save_sheet
 from darkroom.sample.prompts import PromptChunk, encode_prompts, read_prompt
 from darkroom.sample.schedule import Schedule
 from darkroom.sample.solvers import SolverTable

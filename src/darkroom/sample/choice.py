@@ -12,13 +12,11 @@ from darkroom import options
 from darkroom.errors import InputError
 from darkroom.models.model import is_flow
 from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES, SOLVERS, Solver
+from darkroom.picture_settings import MAX_STEPS
 from darkroom.sample import solvers
 from darkroom.sample import solvers as flow
 from darkroom.sample.schedule import Schedule, check_spacing
 from darkroom.sample.solvers import CLIP_RANGE, SolverRequest, SolverTable
-
-MAX_STEPS = 1000
-
 
 FILL: dict[str, Callable[[SolverRequest], SolverTable]] = {
     name: getattr(solvers, name) for name in (*options.SOLVER_NAMES, *options.FLOW_SOLVER_NAMES)

@@ -28,7 +28,7 @@ from darkroom.sample.memory import CPU_MARGIN, MARGIN, Needs, count_needs, decod
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
-    from darkroom.sample.generate import GenerateSettings
+    from darkroom.picture_settings import GenerateSettings
 
 MUCH = 4
 """A job of more pixels than this many of the model's own pictures is counted before it starts."""

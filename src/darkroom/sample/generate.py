@@ -7,24 +7,24 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import darkroom
 from darkroom.errors import InputError
 from darkroom.hardware.accelerator import to_device
 from darkroom.models.image_prompt import installed
 from darkroom.models.upscaler import Upscaler, read_upscaler
-from darkroom.options import MAX_SIDE, parse_solver
+from darkroom.options import MAX_SIDE
+from darkroom.picture_settings import DEFAULT_STRENGTH, MAX_SEED, PLAIN_UPSCALERS, GenerateSettings
 from darkroom.sample import inputs
 from darkroom.sample.adapters import Adapted, Encode, Given, Named, named
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.backends.eager import torch_backend
-from darkroom.sample.choice import MAX_STEPS, default_solver, make_table
+from darkroom.sample.choice import default_solver, make_table
 from darkroom.sample.control import Control, ControlledUnet, Controls
 from darkroom.sample.denoise import Condition, KnownPart, Row, Stage, denoise
 from darkroom.sample.ladder.choose import AUTO
@@ -760,140 +760,3 @@ def check_adapters(adapted: Adapted, backend: Backend) -> None:
         )
     if adapted.bank is not None:
         adapted.bank.verify()
-
-
-DEFAULT_STEPS, DEFAULT_GUIDANCE = 30, 7.5
-PLAIN_UPSCALERS = ("latent", "lanczos")
-# A consistency model is distilled to few steps and has its guidance built in.
-LCM_STEPS, LCM_GUIDANCE = 4, 1.0
-DEFAULT_STRENGTH, HIRES_STRENGTH = 0.75, 0.7
-MAX_SEED = 2**63 - 1
-
-
-class Hires(BaseModel):
-    """A second pass at a larger size, from the first pass's picture."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    scale: float = Field(ge=1, le=8, description="how much larger each side becomes")
-    strength: float = Field(
-        HIRES_STRENGTH, gt=0, le=1, description="share of the steps taken at the large size"
-    )
-    steps: int | None = Field(
-        None, ge=1, le=MAX_STEPS, description="of which it is a share; None: as the first"
-    )
-    upscaler: str = Field(
-        "latent",
-        max_length=200,
-        description="latent: bilinear, between the latents; lanczos, or a network's name: decoded, enlarged, "
-        "encoded",
-    )
-
-    @classmethod
-    def parsed(cls, text: str, upscaler: str = "latent") -> Hires:
-        """From the command line: SCALE[:STRENGTH[:STEPS]]."""
-        parts = text.split(":")
-        names = ("scale", "strength", "steps")
-        if len(parts) > len(names) or not all(parts):
-            raise InputError(f"hires '{text}'", allowed="SCALE[:STRENGTH[:STEPS]], such as 1.5:0.6:20")
-        return checked(cls, {**dict(zip(names, parts, strict=False)), "upscaler": upscaler}, "hires ")
-
-
-class GenerateSettings(BaseModel):
-    """How pictures are made, whatever the prompt. None leaves a choice to the model."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    negative: str | None = Field(
-        None, description="what to steer away from; None: nothing (SD encodes '', SDXL takes zeros)"
-    )
-    seed: int = Field(0, ge=0, le=MAX_SEED, description="picture i of a call has seed + i")
-    num: int = Field(1, ge=1, le=10_000, description="pictures for each prompt")
-    size: tuple[int, int] | None = Field(
-        None,
-        description="width and height in pixels; None: what the U-Net was made for, in a picture's shape",
-    )
-    steps: int | None = Field(None, ge=1, le=MAX_STEPS, description="None: 30, with lcm 4")
-    guidance: float | None = Field(
-        None,
-        ge=0,
-        le=1000,
-        allow_inf_nan=False,
-        description="above 1 is on; None: the model's own, else 7.5, with lcm 1",
-    )
-    solver: str | None = Field(None, description="None: the scheduler in the model's folder")
-    guidance_rescale: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of the guided output that is brought back to the contrast unguided",
-    )
-    eta: float = Field(0.0, ge=0, le=1, description="noise of ddim: 0 none, 1 as much as DDPM")
-    karras: bool | None = Field(None, description="Karras sigmas; None: as the scheduler says")
-    exponential: bool | None = Field(None, description="exponential sigmas; None: as the scheduler says")
-    spacing: str | None = Field(
-        None, description="timesteps leading, trailing or linspace; None: as the scheduler says"
-    )
-
-    weighting: Literal["none", "a1111", "compel"] = Field(
-        "none", description="syntax of weights in the prompts; none: brackets mean what they say"
-    )
-    clip_skip: int = Field(0, ge=0, le=100, description="last layers of the text encoder left out")
-    strength: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="share of the steps taken from a given picture; None: 0.75, with a mask 1",
-    )
-    paste: bool = Field(True, description="put the given picture back outside the mask when done")
-    only_masked: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_SIDE,
-        description="draw only the masked part and so many pixels around it, at `size`",
-    )
-    hires: Hires | None = Field(None, description="a second pass at a larger size")
-
-    @classmethod
-    def of(cls, **given: Any) -> GenerateSettings:
-        """The settings, with a user's mistake raised as an InputError in one line.
-
-        A solver may have A1111's name; its 'Karras' is then `karras`.
-        """
-        return checked(cls, {**given, **_solver(given.get("solver"), given.get("karras"))})
-
-    def resolved(self, solver: str, own: float | None = None) -> GenerateSettings:
-        """With the defaults of a solver in place of None, and with the model's `own` guidance scale."""
-        is_lcm = solver == "lcm"
-        usual = LCM_GUIDANCE if is_lcm else DEFAULT_GUIDANCE if own is None else own
-        return self.model_copy(
-            update={
-                "solver": solver,
-                "steps": self.steps or (LCM_STEPS if is_lcm else DEFAULT_STEPS),
-                "guidance": usual if self.guidance is None else self.guidance,
-            }
-        )
-
-
-def _solver(name: Any, karras: bool | None) -> dict[str, Any]:
-    """A solver's own name, and Karras sigmas where A1111's name says so."""
-    if not isinstance(name, str):
-        return {}
-    solver, given = parse_solver(name)
-    if given and karras is False:
-        raise InputError(f"solver '{name}' without Karras sigmas", mend=f"say {solver}")
-    return {"solver": solver, **({"karras": True} if given else {})}
-
-
-Settings = TypeVar("Settings", bound=BaseModel)
-
-
-def checked(cls: type[Settings], given: dict[str, Any], prefix: str = "") -> Settings:
-    """Settings of a class, with a user's mistake raised as an InputError in one line."""
-    try:
-        return cls(**given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        allowed = first["msg"].removeprefix("Input should be ")
-        raise InputError(f"{prefix}{name}: {first.get('input')!r}", allowed=allowed) from error

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         DataSettings,
         ObjectiveSettings,
         OptimSettings,
-        Recipe,
         TrainSettings,
     )
 
@@ -144,14 +143,26 @@ def _last(path: str) -> str:
 # ---- the card
 
 
-def model_card(recipe: Recipe, name: str, *, base: str, files: Iterable[str], license: str | None) -> str:
-    """The hub's README.md: YAML for its search, and how to use what was trained."""
+def _hub_card(
+    name: str,
+    *,
+    task: str,
+    base: str,
+    trigger: str | None,
+    adapter: AdapterSettings | None,
+    metadata: Mapping[str, str],
+    files: Iterable[str],
+    license: str | None,
+) -> str:
+    """The hub's README.md: YAML for its search, and how to use what was trained.
+
+    `metadata` is what `training_metadata` says of the run; `files` are the names of what is uploaded.
+    """
     there = list(files)
-    trigger = recipe.trigger
     head: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image"}
     head |= {"license": license} if license else {}
     head |= {"base_model": base} if base.count("/") == 1 else {}
-    head["tags"] = ["stable-diffusion", "text-to-image", *(["lora"] if recipe.adapter else [])]
+    head["tags"] = ["stable-diffusion", "text-to-image", *(["lora"] if adapter else [])]
     head |= {"instance_prompt": trigger} if trigger else {}
     head |= (
         {"widget": [{"text": trigger or "", "output": {"url": "samples.png"}}]}
@@ -163,15 +174,14 @@ def model_card(recipe: Recipe, name: str, *, base: str, files: Iterable[str], li
         *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items()),
         "---",
     ]
-    lines += [f"# {name}", f"Trained on {base} with darkroom (`task: {recipe.task}`).", ""]
+    lines += [f"# {name}", f"Trained on {base} with darkroom (`task: {task}`).", ""]
     lines += [f"Trigger: `{trigger}`", ""] if trigger else []
     lines += ["![samples](samples.png)", ""] if "samples.png" in there else []
     lines += ["| setting | value |", "| --- | --- |"]
     chosen = ("learning_rate", "optimizer", "max_train_steps", "total_batch_size", "resolution", "loss_type")
-    metadata = training_metadata(recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter)
     lines += [f"| {key} | {metadata[f'ss_{key}']} |" for key in chosen if f"ss_{key}" in metadata]
-    if recipe.adapter is not None:
-        lines += [f"| network | {recipe.adapter.kind}, rank {recipe.adapter.rank} |"]
+    if adapter is not None:
+        lines += [f"| network | {adapter.kind}, rank {adapter.rank} |"]
         lines += ["", "```python", f'pipeline.load_lora_weights("{name}.safetensors")', "```"]
     return "\n".join(lines) + "\n"
 
@@ -208,7 +218,18 @@ def push(
         _stage(opened, folder, name)
         base = _base_named(recipe.model.base, opened.environment.get("base", {}))
         files = [path.name for path in folder.iterdir()]
-        card = model_card(recipe, name, base=base, files=files, license=license)
+        card = _hub_card(
+            name,
+            task=recipe.task,
+            base=base,
+            trigger=recipe.trigger,
+            adapter=recipe.adapter,
+            metadata=training_metadata(
+                recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter
+            ),
+            files=files,
+            license=license,
+        )
         (folder / CARD).write_text(card, encoding="utf-8")
         api = HfApi(endpoint=hub)
         try:

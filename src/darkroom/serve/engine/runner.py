@@ -15,10 +15,11 @@ from PIL import Image
 from darkroom import sample
 from darkroom.errors import Stopped
 from darkroom.models.upscaler import Upscaler, Upscalers
+from darkroom.picture_settings import DEFAULT_STEPS, PLAIN_UPSCALERS
 from darkroom.sample.adapters import read_tags
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.denoise import Condition
-from darkroom.sample.generate import DEFAULT_STEPS, PLAIN_UPSCALERS, checked_size, second_pass, table_for
+from darkroom.sample.generate import checked_size, second_pass, table_for
 from darkroom.sample.pictures import while_wanted
 from darkroom.sample.prompt_schedule import composed, readings
 from darkroom.sample.prompts import encode_prompts, read_parts

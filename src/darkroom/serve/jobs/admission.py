@@ -23,9 +23,10 @@ from darkroom.bill import format_number
 from darkroom.errors import DarkroomError, InputError
 from darkroom.models.adapters.blocks import by_layer
 from darkroom.models.upscaler import Upscalers
+from darkroom.picture_settings import DEFAULT_STEPS, PLAIN_UPSCALERS
 from darkroom.sample.adapters import Tag, read_tags
 from darkroom.sample.control import MAPS
-from darkroom.sample.generate import DEFAULT_STEPS, PLAIN_UPSCALERS, check_parts
+from darkroom.sample.generate import check_parts
 from darkroom.sample.inputs import check_mask, masked_box, read_mask
 from darkroom.sample.prompt_schedule import readings
 from darkroom.sample.prompts import read_parts
