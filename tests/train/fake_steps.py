@@ -146,6 +146,10 @@ TASKS: dict[str, dict[str, Any]] = {
         f"lora {kind}": {"task": "lora", "model": TINY, "adapter": {"rank": 2, "kind": kind}}
         for kind in ("loha", "lokr", "full")
     },
+    **{
+        f"lora on {kind}": {"task": "lora", "model": {**TINY, "base_precision": kind}, "adapter": {"rank": 2}}
+        for kind in ("int8", "fp8", "nf4")
+    },
     "long captions": {
         "task": "finetune", "model": TINY,
         "data": {"store": "x", "resolution": 32, "text": "inline", "max_token_length": 150},
