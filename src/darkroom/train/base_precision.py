@@ -57,7 +57,7 @@ def unpack(
     dtype: torch.dtype,
     levels: Tensor | None = None,
 ) -> Tensor:
-    """The weight of these bytes and scales; `levels` are nf4's values where they are at hand on the device."""
+    """The weight of these bytes and scales; `levels` are nf4's values, if they are on the device."""
     if kind == "nf4":
         levels = torch.tensor(NF4, device=codes.device) if levels is None else levels
         both = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(1)
