@@ -143,7 +143,7 @@ def test_what_other_tools_options_are_here_exists():
     assert len(rows) > 110
     assert len(set(named)) > 80
     assert [why for name in named if (why := unknown(name, keys, options))] == []
-    for wrong in ("optim.learning_rate", "--sampler", "task: hypernetwork", "optim.name=lion"):
+    for wrong in ("optim.learning_rate", "--sampler", "task: hypernetwork", "optim.name=dadapt"):
         assert unknown(wrong, keys, options)
 
 

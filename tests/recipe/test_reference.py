@@ -103,7 +103,7 @@ def test_the_printed_defaults_of_a_task_are_those_it_gets():
     ("pattern", "keys"),
     [
         ("train.ema.*", ["decay", "enabled", "every", "start_step", "warmup"]),
-        ("optim.beta", ["beta1", "beta2"]),
+        ("optim.beta", ["beta1", "beta2", "beta3"]),
     ],
 )
 def test_a_pattern_chooses_keys(pattern, keys, capsys):

@@ -206,6 +206,10 @@ TASKS: dict[str, dict[str, Any]] = {
         "task": "pretrain", "model": TINY_DIT,
         "train": {"align": {"extractor": "small", "hidden": 16, "block": 2}, "routing": {"keep": 0.5, "before": 1}},
     },
+    **{
+        f"lora on {kind}": {"task": "lora", "model": {**TINY, "base_precision": kind}, "adapter": {"rank": 2}}
+        for kind in ("int8", "fp8", "nf4")
+    },
     "long captions": {
         "task": "finetune", "model": TINY,
         "data": {"store": "x", "resolution": 32, "text": "inline", "max_token_length": 150},

@@ -19,7 +19,7 @@ from darkroom.models.adapters.read import read_adapter
 from darkroom.plan.training import profile_recipe
 from darkroom.train.base_precision import BLOCKS, pack, pack_layers, packed_weights, unpack
 from darkroom.train.jobs import Pinned
-from darkroom.train.run import export
+from darkroom.train.run import export, train
 from darkroom.train.setup import make_job
 from darkroom.train.tasks.lora import parameter_table
 
@@ -191,6 +191,25 @@ def test_a_run_resumes_to_the_bit_and_its_adapter_is_merged_into_the_whole_base(
         not torch.equal(one, other)
         for one, other in zip(merged.unet.parameters(), untouched.unet.parameters(), strict=True)
     )
+
+
+def test_a_new_word_learns_on_few_bits_and_its_model_has_the_whole_base(
+    base: Path, photos: Path, tmp_path: Path
+) -> None:
+    overrides = ("model.base_precision=int8", "train.steps=2", "checkpoint.every=2")
+    made = train(
+        recipe_for("textual-inversion", base, photos, *overrides),
+        out=tmp_path / "run",
+        console=lambda _: None,
+    )
+    written, plain = models.load(made.model), models.load(base)
+    assert written.unet is not None
+    assert plain.unet is not None
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(written.unet.parameters(), plain.unet.parameters(), strict=True)
+    )
+    assert "<sks>" in written.tokenizers[0].get_vocab()
 
 
 def test_a_plan_holds_what_the_run_holds(base: Path, photos: Path, tmp_path: Path) -> None:

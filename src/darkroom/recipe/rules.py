@@ -176,7 +176,7 @@ def check_together(recipe: Recipe) -> None:
     _check_subject(task, data)
     _check_prior(data)
     _check_word(task, model, data)
-    _check_base_precision(recipe)
+    _check_base_precision(task, model, adapter, train, frozen=recipe.frozen_unet)
     _check_preference(task, data, adapter, objective)
     _check_text(task, data, model, adapter)
     _check_masks(data, objective)
@@ -388,25 +388,27 @@ def _check_preference(
         )
 
 
-def _check_base_precision(recipe: Recipe) -> None:
-    kind = recipe.model.base_precision
+def _check_base_precision(
+    task: str, model: ModelSettings, adapter: AdapterSettings | None, train: TrainSettings, *, frozen: bool
+) -> None:
+    kind = model.base_precision
     if kind is None:
         return
-    if not recipe.frozen_unet:
+    if not frozen:
         raise RecipeError(
             "model.base_precision",
-            f"{kind} with the task {recipe.task}, which trains the U-Net's own weights",
+            f"{kind} with the task {task}, which trains the U-Net's own weights",
             allowed=f"with {', '.join(ADAPTER_TASKS)}, textual-inversion, or distill with an adapter",
         )
-    if recipe.adapter is not None and recipe.adapter.kind in ("oft", "full"):
+    if adapter is not None and adapter.kind in ("oft", "full"):
         raise RecipeError(
             "adapter.kind",
-            f"{recipe.adapter.kind} with model.base_precision={kind}: it changes the whole weight",
+            f"{adapter.kind} with model.base_precision={kind}: it changes the whole weight",
             allowed="lora, loha, lokr",
         )
-    if recipe.train.compile != "none":
+    if train.compile != "none":
         raise RecipeError(
-            "train.compile", f"{recipe.train.compile} with model.base_precision={kind}", allowed="none"
+            "train.compile", f"{train.compile} with model.base_precision={kind}", allowed="none"
         )
 
 

@@ -49,10 +49,17 @@ def pack(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return codes.view(torch.uint8), scales
 
 
-def unpack(codes: Tensor, scales: Tensor, kind: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The weight of these bytes and scales."""
+def unpack(
+    codes: Tensor,
+    scales: Tensor,
+    kind: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    levels: Tensor | None = None,
+) -> Tensor:
+    """The weight of these bytes and scales; `levels` are nf4's values, if they are on the device."""
     if kind == "nf4":
-        levels = torch.tensor(NF4, device=codes.device)
+        levels = torch.tensor(NF4, device=codes.device) if levels is None else levels
         both = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(1)
         values = levels[both.int()]
     elif kind == "int8":
@@ -63,13 +70,14 @@ def unpack(codes: Tensor, scales: Tensor, kind: str, shape: torch.Size, dtype: t
 
 
 class _Packed(nn.Module):
-    """What the two layers share: `codes`, and `scales` as bits of int32, which no cast changes."""
+    """What the two layers share: `codes`; `scales` and `levels` as bits of int32, which no cast changes."""
 
     kind: str
     shape: torch.Size
     dtype: torch.dtype
     codes: Tensor
     scales: Tensor
+    levels: Tensor
 
     @property
     def num_weights(self) -> int:
@@ -83,7 +91,8 @@ class _Packed(nn.Module):
 
     def made(self, dtype: torch.dtype) -> Tensor:
         """The weight in a precision."""
-        return unpack(self.codes, self.scales.view(torch.float32), self.kind, self.shape, dtype)
+        levels = self.levels.view(torch.float32) if self.kind == "nf4" else None
+        return unpack(self.codes, self.scales.view(torch.float32), self.kind, self.shape, dtype, levels)
 
 
 class PackedLinear(_Packed, nn.Linear):  # type: ignore[override]
@@ -156,6 +165,9 @@ def pack_layers(module: nn.Module, kind: str) -> int:
         codes, scales = pack(weight, kind)
         layer.register_buffer("codes", codes, persistent=False)
         layer.register_buffer("scales", scales.view(torch.int32), persistent=False)
+        if kind == "nf4":
+            levels = torch.tensor(NF4, device=weight.device)
+            layer.register_buffer("levels", levels.view(torch.int32), persistent=False)
         if type(weight.data) is Tensor and is_mapped(weight, files):
             drop_file_pages(weight.data_ptr(), weight.nbytes)
         number += 1

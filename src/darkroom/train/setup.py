@@ -17,7 +17,7 @@ from darkroom.bill import format_number
 from darkroom.data.images import ColourChange
 from darkroom.data.loader import ReadSettings
 from darkroom.data.mixing import versions_of
-from darkroom.data.order import Rows
+from darkroom.data.order import Rows, SampleOrder
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
@@ -98,6 +98,8 @@ from darkroom.train.tasks.tiny_vae import LearnTinyVae, TinyVaeModel
 if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
 
+Fed = tuple[TrainSettings, DataSettings, Task, Sequence[Store], SampleOrder, torch.device, Ranks]
+"""What a feed is made of, in the order of `make_feed`."""
 CALIBRATION_ROWS = 512
 CALIBRATION_VALUES = 2**26
 
@@ -151,7 +153,6 @@ def make_job(
     if recipe.frozen_unet and model.unet is not None:
         cast_opened(model.unet, site.dtype)  # never trained: no float32 copy is needed
     stores = _made_ready(recipe.task, data, recipe.model.base, model, store, site)
-    # What is to be held in fewer bits goes there afterwards.
     _move(model, device, but=model.unet if recipe.model.base_precision else None)
     task = make_task(recipe, model, store, device, pinned.run)
     base |= _seen_by(task)
@@ -161,8 +162,7 @@ def make_job(
     if device.type != "cpu" and recipe.frozen_text:
         halve_text(model, site.dtype)
     rest(_seldom_run(model, task), pinned.run)
-    if recipe.task in FINE_TUNING:
-        notes.append(_trained_share(task))
+    notes += _trained_share(recipe.task, task)
     heldout = _heldout(task, store, held_rows, recipe.evaluate.rows, device)
     calibration = _calibration(task, store, train_rows, side, device)
     one_row = partial(_one_row, task, store, train_rows, device)
@@ -173,9 +173,7 @@ def make_job(
     fed = (train, data, task, stores, order, device, ranks)
     if isinstance(feed, OpenFeed):
         feed = feed.bound(*fed) if data.encode == "online" else None
-    if recipe.adapter is not None and recipe.adapter.init_lora_weights == "eva":
-        first = train.model_copy(update={"steps": EVA_BATCHES})  # the same however long the run is
-        _begin_with_eva(task, step, make_feed(first, *fed[1:]), device)
+    _begin_with_eva(recipe.adapter, step, task, fed)
     flops, scores = None, None
     if ranks.sharded and device.type != "cpu":  # cut weights cannot be counted with
         flops = flops_per_image(task, one_row())
@@ -203,11 +201,17 @@ def make_job(
     )
 
 
-def _begin_with_eva(task: Task, step: Step, feed: Feed, device: torch.device) -> None:
-    """Set an adapter's first factors to the main directions of its layers' inputs in the first batches.
+def _begin_with_eva(settings: AdapterSettings | None, step: Step, task: Task, fed: Fed) -> None:
+    """Where an adapter asks for it, set its first factors to the main directions of its layers' inputs in the
+    first batches, the same however long the run is.
 
     A run that goes on does the same, and then takes its checkpoint's values.
     """
+    if settings is None or settings.init_lora_weights != "eva":
+        return
+    train, data, _, stores, order, device, ranks = fed
+    first = train.model_copy(update={"steps": EVA_BATCHES})
+    feed = make_feed(first, data, task, stores, order, device, ranks)
     masters = step.weights.masters
     for module in task.modules.values():
         module.eval()
@@ -275,6 +279,7 @@ def _made_ready(
 
 
 def _move(model: Model, device: torch.device, but: nn.Module | None = None) -> None:
+    """Put a model's parts on the device; what is to be held in fewer bits goes there afterwards."""
     for module in model.modules.values():
         if module is not but:
             nn.Module.to(module, device)  # diffusers' own `to` warns of nothing
@@ -289,9 +294,13 @@ def halve_text(model: Model, dtype: torch.dtype) -> None:
         nn.Module.to(encoder, dtype)
 
 
-def _trained_share(task: Task) -> str:
+def _trained_share(name: str, task: Task) -> list[str]:
+    """A note of how much a fine-tuning trains."""
+    if name not in FINE_TUNING:
+        return []
     trained, total = parameter_table(task.modules)
-    return f"{trained:,} of {total:,} parameters are trained ({format_number(100 * trained / total, 2)} %)"
+    share = format_number(100 * trained / total, 2)
+    return [f"{trained:,} of {total:,} parameters are trained ({share} %)"]
 
 
 def _one_row(task: Task, store: Store, rows: Rows, device: torch.device) -> dict[str, torch.Tensor]:
