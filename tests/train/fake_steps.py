@@ -16,11 +16,13 @@ from darkroom.plan.memory import reads_text
 from darkroom.plan.settings import encodes
 from darkroom.plan.training import _columns, _NoStore, _without_store
 from darkroom.recipe import make_recipe
+from darkroom.recipe.sections import VAE_TASKS
 from darkroom.train import model as build
 from darkroom.train import setup
 from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.memory import rest
 from darkroom.train.step import DTYPES
+from darkroom.train.tasks.tiny_vae import with_student
 from fake_card import CARD, Watched, elsewhere, fake_card
 
 ROWS = 4
@@ -57,11 +59,13 @@ class Made:
         overrides = build.family_changes(recipe.task, recipe.model, recipe.data.resolution, None)
         if recipe.model.base == "sdxl":
             overrides |= {"text_encoder": XL_TEXT, "text_encoder_2": {**XL_TEXT, "projection_dim": 16}}
-        parts = ("vae",) if recipe.task == "autoencoder" else ("unet", "vae", "text_encoder", "tokenizer")
+        parts = ("vae",) if recipe.task in VAE_TASKS else ("unet", "vae", "text_encoder", "tokenizer")
         tokenizer = None
         if recipe.model.base == "sdxl":
             tokenizer = models.train_tokenizer(["a picture of a dog"], vocab_size=640)
         self.model = models.create(recipe.model.base, parts=parts, overrides=overrides, tokenizer=tokenizer)
+        if recipe.task == "tiny-vae":
+            self.model = with_student(self.model, recipe.objective.tiny_vae, 0)
         setup._move(self.model, torch.device(CARD))
         self.task: Any = setup.make_task(_without_store(recipe), self.model, _NoStore(), torch.device(CARD))
         if recipe.frozen_text:
@@ -117,6 +121,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "pretrain sdxl": {"task": "pretrain", "model": TINY_XL},
     "text encoder too": {"task": "finetune", "model": {**TINY, "train_text_encoder": True}},
     "finetune": {"task": "finetune", "model": TINY},
+    "tiny vae": {"task": "tiny-vae", "model": {"base": "tiny", "vae": VAE}},
     "autoencoder": {"task": "autoencoder", "model": {"base": "tiny", "vae": VAE}},
     "lora": {"task": "lora", "model": TINY, "adapter": {"rank": 2}},
     "lora conv dora": {
@@ -141,6 +146,10 @@ TASKS: dict[str, dict[str, Any]] = {
         "data": {"folder": "x", "resolution": 32, "prompt": "a"},
     },
     "distill": {"task": "distill", "model": TINY},
+    "distill dmd2": {
+        "task": "distill", "model": TINY,
+        "objective": {"distill": {"method": "dmd2", "steps": 2, "fake_updates": 1}},
+    },
     "distill lora": {"task": "distill", "model": TINY, "adapter": {"rank": 2}},
     **{
         f"lora {kind}": {"task": "lora", "model": TINY, "adapter": {"rank": 2, "kind": kind}}
