@@ -522,8 +522,10 @@ def test_software_and_number_formats_change_the_plan_and_say_what_they_rest_on(c
         plan_of(capsys, "--gpu", "CPU AVX-512", "--precision", precision)[0]
         for precision in ("float32", "int8")
     )
-    # Measured of OpenVINO on a Xeon with VNNI: 0.35 of darkroom's float32. What is not products stays.
-    assert 0.25 < int8["step_s"]["total"] / plain["step_s"]["total"] < 0.6
+    # What is not a product stays in float, but is fused with one. SD 1.5 at 512 px comes to 0.38; measured
+    # on a Xeon with VNNI was 0.35.
+    assert int8["step_s"]["compute"] < 0.35 * plain["step_s"]["compute"]
+    assert 0.3 < int8["step_s"]["total"] / plain["step_s"]["total"] < 0.6
     assert any("VNNI" in note for note in int8["notes"])
     assert any(
         "no int8 units" in one

@@ -161,7 +161,9 @@ def test_two_batch_sizes_tell_a_third(counted, monkeypatch):
         {"task": "pretrain", "model": {"base": "tiny"}, "data": {"store": "no such store", "resolution": 64}}
     )
     traced = training.trace_training
-    monkeypatch.setattr(training, "trace_training", lambda *args, rows: tuple(traced(*args, rows=(8, 9))))
+    monkeypatch.setattr(
+        training, "trace_training", lambda *args, rows, **more: tuple(traced(*args, rows=(8, 9), **more))
+    )
     monkeypatch.setattr(training, "profile_of", lambda traces, _, **known: real(traces, (8, 9), **known))
     from darkroom.plan.tracing import profile_of as real
 

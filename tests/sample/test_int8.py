@@ -29,7 +29,9 @@ def test_a_small_model_in_8_bits_draws_what_it_draws(tmp_path: Path, monkeypatch
     if importlib.util.find_spec("nncf") is None:
         missing("no nncf here: pip install '.[openvino]'")
     monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path))
-    monkeypatch.setattr(int8.Calibration.__init__, "__defaults__", (("a red circle",), 2, 7.5, 0, 0.95))
+    monkeypatch.setattr(
+        int8.Calibration.__init__, "__defaults__", (("a red circle", "a dog"), 4, 7.5, 0, 0.95)
+    )
     model = models.create("tiny", seed=1, overrides=SMALL)
     told: list[str] = []
     opened = open_backend("openvino", model, optimise="int8", notice=told.append)
@@ -101,8 +103,8 @@ def test_a_decoder_is_calibrated_on_what_it_is_given() -> None:
     model.vae.register_to_config(scaling_factor=0.5)  # type: ignore[union-attr]
     calibration = int8.Calibration(prompts=("a", "b"), steps=2)
     latents = int8.latents_of(model, eager.unet_call(model.unet), calibration, lambda _: None)
-    assert len(latents) == 3
-    assert not torch.equal(latents[1], latents[2])
+    assert len(latents) == 2 * 2 + 1
+    assert not torch.equal(latents[3], latents[4])
     seen: list[torch.Tensor] = []
 
     def decoder(given: torch.Tensor) -> torch.Tensor:

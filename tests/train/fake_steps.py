@@ -21,6 +21,7 @@ from darkroom.plan.memory import reads_text
 from darkroom.plan.settings import encodes
 from darkroom.plan.training import _columns, _NoStore, _without_store
 from darkroom.recipe import Recipe, make_recipe
+from darkroom.recipe.sections import VAE_TASKS
 from darkroom.train import model as build
 from darkroom.train import setup
 from darkroom.train.data.masks import Masks
@@ -30,6 +31,7 @@ from darkroom.train.memory import rest
 from darkroom.train.step import DTYPES
 from darkroom.train.tasks import repa
 from darkroom.train.tasks.extractor import ExtractorModel
+from darkroom.train.tasks.tiny_vae import with_student
 from fake_card import CARD, Watched, elsewhere, fake_card, outside
 
 ROWS = 4
@@ -137,8 +139,9 @@ def _new_model(recipe: Recipe) -> models.Model:
     if recipe.model.base == "sdxl":
         overrides |= {"text_encoder": XL_TEXT, "text_encoder_2": {**XL_TEXT, "projection_dim": 16}}
         tokenizer = models.train_tokenizer(["a picture of a dog"], vocab_size=640)
-    parts = ("vae",) if recipe.task == "autoencoder" else ("unet", "vae", "text_encoder", "tokenizer")
-    return models.create(recipe.model.base, parts=parts, overrides=overrides, tokenizer=tokenizer)
+    parts = ("vae",) if recipe.task in VAE_TASKS else ("unet", "vae", "text_encoder", "tokenizer")
+    made = models.create(recipe.model.base, parts=parts, overrides=overrides, tokenizer=tokenizer)
+    return with_student(made, recipe.objective.tiny_vae, 0) if recipe.task == "tiny-vae" else made
 
 
 def _opened(where: str, side: int, tokens: int, device: torch.device) -> tuple[Extractor, int]:
@@ -168,6 +171,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "pretrain sdxl": {"task": "pretrain", "model": TINY_XL},
     "text encoder too": {"task": "finetune", "model": {**TINY, "train_text_encoder": True}},
     "finetune": {"task": "finetune", "model": TINY},
+    "tiny vae": {"task": "tiny-vae", "model": {"base": "tiny", "vae": VAE}},
     "autoencoder": {"task": "autoencoder", "model": {"base": "tiny", "vae": VAE}},
     "lora": {"task": "lora", "model": TINY, "adapter": {"rank": 2}},
     "lora conv dora": {
@@ -192,6 +196,10 @@ TASKS: dict[str, dict[str, Any]] = {
         "data": {"folder": "x", "resolution": 32, "prompt": "a"},
     },
     "distill": {"task": "distill", "model": TINY},
+    "distill dmd2": {
+        "task": "distill", "model": TINY,
+        "objective": {"distill": {"method": "dmd2", "steps": 2, "fake_updates": 1}},
+    },
     "distill lora": {"task": "distill", "model": TINY, "adapter": {"rank": 2}},
     **{
         f"lora {kind}": {"task": "lora", "model": TINY, "adapter": {"rank": 2, "kind": kind}}

@@ -212,7 +212,7 @@ def _parts(task: Task, text_from: str) -> Parts:
 
     model, read = task.model, task.read
     assert model.vae is not None
-    trained = any(name != "unet" for name in task.modules)
+    trained = any(name.startswith("text_encoder") for name in task.modules)
     text = read.text is None and text_from == "auto" and not trained
     encoders = tuple(model.text_encoders) if text else ()
     identity = models.identity(model.vae, *encoders)

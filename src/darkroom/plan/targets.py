@@ -115,9 +115,12 @@ def software_of(asked: PlanRequest, target: Target, where: Where) -> Software:
         raise InputError(f"--precision {quantised}", allowed="generate and serve: training has no such step")
     precision = fast_precision(where.card) if quantised else choose_precision(asked, target, where.card)
     channels_last = target.software != "diffusers" and asked.channels_last(precision, where)
+    engine = SOFTWARE[target.software][0] or target.engine
+    if quantised and where.card.kind == "cpu" and quantised in where.card.flops:
+        engine = "compile"  # OpenVINO, which fuses what follows a product
     return Software(
         precision=precision,
-        engine=SOFTWARE[target.software][0] or target.engine,
+        engine=engine,
         channels_last=channels_last,
         attention=asked.attention,
         matmul_tf32=target.tf32,

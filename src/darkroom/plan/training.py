@@ -77,7 +77,7 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
         held = {**model.modules, **task.modules}  # the job keeps all its parts on the device
         step = job.bare_step(task, train=recipe.train, optim=recipe.optim, micro_batch=1, dtype=dtype)
         if gpu:
-            as_on_gpu(model.modules.values())
+            as_on_gpu([*held.values(), *task.frozen])
         tag_weights(counter, [*held.values(), *task.frozen])
         text = reads_text(data, task)
         columns = _columns(side, model, task, inline=inline, text=text)

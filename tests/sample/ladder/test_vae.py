@@ -134,7 +134,7 @@ def test_a_decoders_configuration_of_another_shape_is_refused(tmp_path, content,
     (tmp_path / "config.json").write_text(content)
     (tmp_path / "tiny.safetensors").write_bytes(b"")
     with pytest.raises(InputError, match=told):
-        load_tiny(str(tmp_path), 8)
+        load_tiny(str(tmp_path))
 
 
 def test_a_decoder_that_was_cut_short_is_refused(tmp_path):
@@ -142,14 +142,14 @@ def test_a_decoder_that_was_cut_short_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(about)
     (tmp_path / "tiny.safetensors").write_bytes(b"\x08")
     with pytest.raises(InputError, match="tiny.safetensors' is damaged"):
-        load_tiny(str(tmp_path), 8)
+        load_tiny(str(tmp_path))
 
 
 def test_the_trained_decoder_brings_a_photograph_back(shared_data):
     """Its own encoder, put together here from the same blocks, and the decoder that is loaded."""
     from PIL import Image
 
-    front = load_tiny(str(shared_data / "taef2"), 8)
+    front = load_tiny(str(shared_data / "taef2"))
     encoder = _encoder(shared_data / "taef2")
     photo = (
         Image.open(next((shared_data / "dreambooth" / "dog6").glob("*.jpg")))

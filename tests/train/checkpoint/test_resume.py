@@ -113,7 +113,7 @@ def test_killed_at_25_moments_ends_bit_identical(
         pid = server.start(recipe, out)
         if kills < 25:
             if kills % 2:
-                wait_for_a_save(out, pid, 2.0)
+                wait_for_a_save(out, pid, 20.0)
                 time.sleep(moments.uniform(0, 0.01))
             else:
                 time.sleep(moments.uniform(0.02, 0.8))

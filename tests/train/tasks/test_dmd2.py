@@ -13,6 +13,7 @@ from darkroom import models, sample
 from darkroom.errors import RecipeError
 from darkroom.plan.training import profile_recipe
 from darkroom.recipe import Recipe
+from darkroom.run import Run
 from darkroom.train import train
 from darkroom.train.jobs import Pinned, TrainingSetup
 from darkroom.train.setup import make_job
@@ -214,13 +215,15 @@ def test_what_cannot_be_is_refused(
         job_of(recipe_of, base, *overrides)
 
 
-def test_a_run_draws_nearer_to_its_teacher(recipe_of: MakeRecipe, base: Path, tmp_path: Path) -> None:
-    """The gap that both scores see on held-out captions shrinks; the control's student stays."""
-    told = ("train.steps=24", "data.holdout=8", "objective.distill.fake_updates=2", "evaluate.every=24")
-    told += ("optim.warmup_steps=0", "checkpoint.every=24")
-    for rate, falls in ((5e-3, True), (1e-12, False)):
-        out = tmp_path / f"{rate}"
-        more = (f"optim.lr={rate}", "objective.distill.fake_lr=5e-3")
-        train(recipe(recipe_of, base, *told, *more), out=out, console=lambda _: None)
-        start, end = (models.load(place).unet.state_dict() for place in (base, out / "model"))
-        assert any(not torch.equal(start[n].float(), end[n].float()) for n in start) is falls
+def test_the_second_score_gets_better_at_what_the_student_draws(
+    recipe_of: MakeRecipe, base: Path, tmp_path: Path
+) -> None:
+    """On held-out captions and noise; the control's rates are next to nothing."""
+    told = ("train.steps=16", "data.holdout=8", "evaluate.every=16", "checkpoint.every=16")
+    for rate, falls in ((5e-3, True), (1e-9, False)):
+        rates = (f"optim.lr={min(rate, 1e-6)}", f"objective.distill.fake_lr={rate}", "optim.warmup_steps=0")
+        run = train(
+            recipe(recipe_of, base, *told, *rates), out=tmp_path / f"{rate}", console=lambda _: None
+        ).run
+        losses = [row["heldout_fake_loss"] for row in Run.open(run).metrics() if "heldout_fake_loss" in row]
+        assert (losses[-1] < 0.99 * losses[0]) is falls, losses

@@ -15,7 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,8 @@ LEAST_PSNR_DB, LEAST_STD = 12.0, 2.0
 """Below these final pictures have little in common with float32's, or are of one colour."""
 LEAST_DECODER_DB = 28.0
 """A decoder whose picture of the same latents is further from float32's stays in float."""
+LATENTS = 4
+"""Of a calibration picture's last steps, whose predicted pictures the decoder is calibrated with."""
 MOST_FLOAT = 0.1
 """The largest share of layers that may stay in float."""
 SENSITIVE = 4.0
@@ -208,9 +210,7 @@ def quality(model: Model, plain: Unet, small: Unet, calibration: Calibration) ->
 
     Of a prompt that calibration did not see where there are several, with another seed.
     """
-    other = Calibration(
-        calibration.prompts, calibration.steps, calibration.guidance, calibration.seed + 1, calibration.smooth
-    )
+    other = replace(calibration, seed=calibration.seed + 1)
     prompt = calibration.prompts[-1]
     ours, theirs = draw(model, small, other, prompt), draw(model, plain, other, prompt)
     by_step = [_psnr(one, reference) for one, reference in zip(ours, theirs, strict=True)]
@@ -233,16 +233,15 @@ def quality(model: Model, plain: Unet, small: Unet, calibration: Calibration) ->
 def latents_of(
     model: Model, unet: Unet, calibration: Calibration, notice: Callable[[str], None]
 ) -> list[torch.Tensor]:
-    """The latents [C, h, w] that the prompts end on, and last those of an unseen seed."""
-    others = Calibration(
-        calibration.prompts[-1:], calibration.steps, calibration.guidance, calibration.seed + 1
-    )
-    asked = [(one, calibration) for one in calibration.prompts] + [(one, others) for one in others.prompts]
-    found = []
-    for i, (prompt, how) in enumerate(asked, start=1):
-        notice(f"int8: calibration picture {i} of {len(asked)} for the VAE's decoder")
-        found.append(draw(model, unet, how, prompt)[-1])
-    return found
+    """The latents [C, h, w] that the prompts come to in their last steps, and as the last one the end of a
+    picture that calibration does not see.
+    """
+    found: list[torch.Tensor] = []
+    for i, prompt in enumerate(calibration.prompts, start=1):
+        notice(f"int8: calibration picture {i} of {len(calibration.prompts)} for the VAE's decoder")
+        found += draw(model, unet, calibration, prompt)[-LATENTS:]
+    unseen = replace(calibration, seed=calibration.seed + 1)
+    return [*found, draw(model, unet, unseen, calibration.prompts[-1])[-1]]
 
 
 def decoder_inputs(vae: Any, latents: Sequence[torch.Tensor]) -> list[Inputs]:

@@ -28,7 +28,7 @@ class TinyFront:
     """A tiny decoder as `pictures.decode` calls a VAE: it takes latents as the U-Net gives them."""
 
     def __init__(self, decoder: nn.Module, channels: int, factor: int) -> None:
-        self._decoder, self.channels = decoder, channels
+        self._decoder, self.channels, self.factor = decoder, channels, factor
         # Latents come as they are: scaling factor 1, and as many widths as tell `decode` the factor.
         self.config = _Config(scaling_factor=1.0, block_out_channels=[0] * (factor.bit_length()))
 
@@ -50,11 +50,16 @@ def tiny_vae(applied: Applied, argument: str) -> None:
     model = applied.model
     source = argument or OF_FAMILY.get(model.family, OTHERS)
     dtype = next(model.vae.parameters()).dtype  # type: ignore[union-attr]
-    front = load_tiny(source, model.vae_factor)
+    front = load_tiny(source)
     if front.channels != model.latent_channels:
         raise InputError(
             f"tiny_vae:{source} decodes {front.channels} latent channels",
             allowed=f"a decoder of {model.latent_channels}, as the model's VAE",
+        )
+    if front.factor != model.vae_factor:
+        raise InputError(
+            f"tiny_vae:{source} makes {front.factor} pixels of each latent's side",
+            allowed=f"a decoder that makes {model.vae_factor}, as the model's VAE",
         )
     front._decoder.to(applied.device, dtype)
     applied.tiny_vae = front
@@ -65,15 +70,13 @@ MOST = 4096
 """Of channels, blocks and the like in a configuration."""
 
 
-def load_tiny(source: str, factor: int) -> TinyFront:
+def load_tiny(source: str) -> TinyFront:
     """A tiny decoder from a folder or a hub id. InputError where there is none that can be read."""
     about = Path(source) / "config.json"
     config = read_json(about) if about.is_file() else {}
     if "blocks_per_stage_decoder" in config:
-        front = TinyFront(
-            _numbered(Path(source), config), int(config["latent_channels"]), int(config["downscale"])
-        )
-        return _fitting(front, source, int(config["downscale"]), factor)
+        decoder = _numbered(Path(source), config)
+        return TinyFront(decoder, int(config["latent_channels"]), int(config["downscale"]))
     from darkroom.models.hub import fetch, is_hub_id
 
     if not Path(source).is_dir() and is_hub_id(source):
@@ -86,17 +89,7 @@ def load_tiny(source: str, factor: int) -> TinyFront:
             )
         )
     tiny = _of_diffusers(source)
-    front = TinyFront(tiny.decoder, int(tiny.config.latent_channels), _factor(tiny))
-    return _fitting(front, source, _factor(tiny), factor)
-
-
-def _fitting(front: TinyFront, source: str, has: int, wanted: int) -> TinyFront:
-    if has != wanted:
-        raise InputError(
-            f"tiny_vae:{source} makes {has} pixels of each latent's side",
-            allowed=f"a decoder that makes {wanted}, as the model's VAE",
-        )
-    return front
+    return TinyFront(tiny.decoder, int(tiny.config.latent_channels), _factor(tiny))
 
 
 def _factor(tiny: Any) -> int:
