@@ -89,9 +89,8 @@ def test_a_crash_and_a_hang_end_their_case_alone(gpu, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="processes have no groups on Windows")
-def test_what_a_worker_started_ends_with_it(gpu, tmp_path):
+def test_what_a_worker_started_ends_with_it(gpu):
     """A server that a case has running would hold the card in the next one; an ordinary kill leaves it."""
-    child = tmp_path / "child"
     code = (
         "import os, subprocess, sys, time; os.setsid()\n"
         "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"

@@ -204,7 +204,9 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "aligned": {
         "task": "pretrain", "model": TINY_DIT,
-        "train": {"align": {"extractor": "small", "hidden": 16, "block": 2}, "routing": {"keep": 0.5, "before": 1}},
+        "train": {
+            "align": {"extractor": "small", "hidden": 16, "block": 2}, "routing": {"keep": 0.5, "before": 1},
+        },
     },
     "long captions": {
         "task": "finetune", "model": TINY,

@@ -310,7 +310,9 @@ def export(
     elif not merge and models.is_model(source):
         made = models.export_model(source, to, single_file=True, dtype=_precision(precision))
     else:
-        with TemporaryDirectory(prefix=".export-", dir=to.parent if to.parent.is_dir() else None) as beside:
+        with TemporaryDirectory(
+            prefix=".export-", dir=to.parent if to.parent.is_dir() else None, ignore_cleanup_errors=True
+        ) as beside:
             folder = _exported(
                 source, Path(beside) / "model", merge, checkpoint, ema, False, None, console(as_json)
             )

@@ -196,9 +196,7 @@ def _pretraining_rows(asked: _Asked, cases: Sequence[str], say: Say) -> Iterator
         yield row
 
 
-def _case(
-    asked: _Asked, case: str, first: Timing | None, flops: int
-) -> tuple[Measurement, Timing, int]:
+def _case(asked: _Asked, case: str, first: Timing | None, flops: int) -> tuple[Measurement, Timing, int]:
     """Its row and timing, and FLOPs a picture, which are counted where no case before did."""
     bench = SwitchedStep(asked.family, asked.resolution, case, asked.device, asked.unet)
     found, taken, peak = _time(bench, case, asked.batch, asked.repeats, asked.warmup)

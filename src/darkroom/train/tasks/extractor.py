@@ -260,7 +260,9 @@ def cut(pixels_b3HW: Tensor, zoom: float) -> Tensor:
     theta_b23 = torch.zeros(count, 2, 3)
     theta_b23[:, 0, 0], theta_b23[:, 1, 1] = share_b * mirror_b, share_b
     theta_b23[:, :, 2] = off_2b.T
-    grid = F.affine_grid(to_device(theta_b23, pixels_b3HW.device), list(pixels_b3HW.shape), align_corners=False)
+    grid = F.affine_grid(
+        to_device(theta_b23, pixels_b3HW.device), list(pixels_b3HW.shape), align_corners=False
+    )
     return F.grid_sample(pixels_b3HW, grid, padding_mode="border", align_corners=False)
 
 
