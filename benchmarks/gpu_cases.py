@@ -603,6 +603,8 @@ def _planned(lab: Lab, name: str, content: dict[str, Any], rows: int) -> Measure
         step(k, task.inputs(columns, device))
     synchronise(lab.device)
     measured, held = peak.bytes() - before, _reserved(lab)
+    if measured <= 0:  # of a CPU's resident set, where the cases before held more
+        return lab.row("gpu-memory", name, note="cannot: the process held as much before")
     told = {
         "planned_bytes": plan.peak_bytes,
         "measured_bytes": measured,

@@ -94,9 +94,10 @@ def test_sizes_prompts_and_adapters_that_came_before_compile_nothing(family, une
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("compile_", [compile_blocks, compile_whole])
-def test_nor_does_a_training_step(compile_):
+@pytest.mark.parametrize(("family", "unet"), [("tiny", UNET), ("tiny-dit", DIT)])
+def test_nor_does_a_training_step(family, unet, compile_):
     """Batches, resolutions and lengths of texts; and a size that is new compiles something, the control."""
-    rung = SwitchedStep("tiny", 32, "bf16", "cpu", UNET)
+    rung = SwitchedStep(family, 32, "bf16", "cpu", unet)
     compile_(rung.unet, backend="eager")
 
     def step(rows: int, resolution: int, tokens: int) -> int:
