@@ -1,7 +1,7 @@
 """Rows from a GPU in a few short calls; the same command goes on where it stopped.
 
     benchmarks/gpu.sh --plan                          what is run in which call, and how long it may take
-    benchmarks/gpu.sh --needs > needs.txt             what must be there, for pip download --no-deps (docs/gpu.md)
+    benchmarks/gpu.sh --needs > needs.txt             what must be there, for pip download --no-deps
     benchmarks/gpu.sh --check --wheels wheels         whether all of it is there
     benchmarks/gpu.sh --out rows.csv --minutes 9      again and again until it says that nothing is left
 
@@ -183,7 +183,8 @@ try:
             print("no C compiler: nothing that Triton compiles will run", file=sys.stderr)
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if free < 16 * 2**30:
-        print(f"{free / 2**30:.0f} GiB free in {tempfile.gettempdir()}: the case serve takes 16", file=sys.stderr)
+        told = f"{free / 2**30:.0f} GiB free in {tempfile.gettempdir()}"
+        print(f"{told}: the case serve takes 16", file=sys.stderr)
 except Exception as error:
     found[f"torch with device {sys.argv[2]}"] = f"{type(error).__name__}: {error}"
 print(json.dumps(found))
@@ -425,4 +426,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `timeout` ends the worker too
     main()

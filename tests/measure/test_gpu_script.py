@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import make
 import psutil
 import pytest
 
@@ -89,9 +90,8 @@ def test_a_crash_and_a_hang_end_their_case_alone(gpu, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="processes have no groups on Windows")
-def test_what_a_worker_started_ends_with_it(gpu, tmp_path):
+def test_what_a_worker_started_ends_with_it(gpu):
     """A server that a case has running would hold the card in the next one; an ordinary kill leaves it."""
-    child = tmp_path / "child"
     code = (
         "import os, subprocess, sys, time; os.setsid()\n"
         "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
@@ -288,3 +288,33 @@ def test_the_whole_script_on_a_cpu(gpu, tmp_path):
     assert len(counted) == 4
     again = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert "nothing is left" in again.stderr
+
+
+@pytest.mark.nightly
+def test_the_script_on_another_torch(gpu, tmp_path):
+    """torch 2.11 on Python 3.12, which machines are lent with; left out where neither can be had."""
+    env = tmp_path / "env"
+    python = env / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    uv = (sys.executable, "-m", "uv")
+    settings = make.pip_settings(make.listed_by_pip(sys.executable))
+    places = make.uv_options({**settings, "constraint": ""})
+    packages = [*gpu.closed(gpu.needs()), "torch==2.11.*"]
+    for command in (
+        (*uv, "venv", "--python", "3.12", str(env)),
+        (*uv, "pip", "install", "--python", str(python), *packages, *places),
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+        if done.returncode:
+            pytest.skip(f"no torch 2.11 on Python 3.12: {done.stderr.strip()[-200:]}")
+    out = tmp_path / "rows.csv"
+    command = [str(python), str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--minutes", "30"]
+    names = ("smoke", "card", "sd15-b1", "sd2-train", "profile", "memory", "resume")
+    command += [*(word for name in names for word in ("--case", name)), "--out", str(out)]
+    environ = {**os.environ, "PYTHONPATH": ""}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1900, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "torch 2.11" in done.stderr
+    over = gpu.done_in([out])
+    assert {name: how.split(";")[0] for name, how in over.items()} == dict.fromkeys(names, "done")
+    made = [row for row in read_csv(out) if row.note.startswith("failed")]
+    assert {row.case: row.note for row in made if not row.case.startswith("attention ")} == {}

@@ -13,7 +13,9 @@ from darkroom.measure.pretraining import SwitchedStep
 from darkroom.models import compiling
 from darkroom.models.adapters.bank import Bank
 from darkroom.models.compiling import Compiled, CompiledBlocks, compile_blocks, compile_whole
+from darkroom.recipe.sections import AdapterSettings
 from darkroom.sample.backends import unet_call
+from darkroom.train.tasks.lora import add_adapters
 
 UNET = {"block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": 2, "layers_per_block": 1}
 DIT = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
@@ -94,9 +96,10 @@ def test_sizes_prompts_and_adapters_that_came_before_compile_nothing(family, une
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("compile_", [compile_blocks, compile_whole])
-def test_nor_does_a_training_step(compile_):
+@pytest.mark.parametrize(("family", "unet"), [("tiny", UNET), ("tiny-dit", DIT)])
+def test_nor_does_a_training_step(family, unet, compile_):
     """Batches, resolutions and lengths of texts; and a size that is new compiles something, the control."""
-    rung = SwitchedStep("tiny", 32, "bf16", "cpu", UNET)
+    rung = SwitchedStep(family, 32, "bf16", "cpu", unet)
     compile_(rung.unet, backend="eager")
 
     def step(rows: int, resolution: int, tokens: int) -> int:
@@ -131,3 +134,19 @@ def test_blocks_past_the_bound_run_as_they_are(monkeypatch, caplog):
     with torch.no_grad():
         call(*inputs[2])
     assert graphs() == after
+
+
+@pytest.mark.nightly
+def test_nor_does_a_step_of_an_adapter():
+    """PEFT's layers stand inside of blocks that are compiled in one piece."""
+    model = models.create("tiny", overrides={"unet": UNET}, parts=("unet",))
+    add_adapters(model, AdapterSettings(rank=2, targets="all-linear"))
+    compile_blocks(model.unet.train(), backend="eager")
+    call, found = unet_call(model.unet), []
+    for _ in range(2):
+        for rows, side, tokens in ((2, 8, 7), (4, 8, 7), (2, 16, 7), (2, 8, 14)):
+            x, text = torch.zeros(rows, 4, side, side), torch.zeros(rows, tokens, 64)
+            call(x, torch.ones(rows), text, {}).sum().backward()
+        found.append(graphs())
+    assert found[0] == found[1] > 0
+    assert not counters["graph_break"]

@@ -212,7 +212,9 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "aligned": {
         "task": "pretrain", "model": TINY_DIT,
-        "train": {"align": {"extractor": "small", "hidden": 16, "block": 2}, "routing": {"keep": 0.5, "before": 1}},
+        "train": {
+            "align": {"extractor": "small", "hidden": 16, "block": 2}, "routing": {"keep": 0.5, "before": 1},
+        },
     },
     **{
         f"lora on {kind}": {"task": "lora", "model": {**TINY, "base_precision": kind}, "adapter": {"rank": 2}}

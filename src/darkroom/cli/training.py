@@ -311,7 +311,7 @@ def export(
         made = models.export_model(source, to, single_file=True, dtype=_precision(precision))
     else:
         with TemporaryDirectory(
-            prefix=".export-", dir=to.parent if to.parent.is_dir() else None
+            prefix=".export-", dir=to.parent if to.parent.is_dir() else None, ignore_cleanup_errors=True
         ) as temporary:
             folder = _exported(
                 source, Path(temporary) / "model", merge, checkpoint, ema, False, None, console(as_json)

@@ -215,7 +215,7 @@ def _run(
 
     with (
         _asked_to_stop() as asked,
-        TemporaryDirectory(prefix="darkroom-ray-") as records,
+        TemporaryDirectory(prefix="darkroom-ray-", ignore_cleanup_errors=True) as records,
         online(
             data,
             reserved_cpus=at_once * placement.cpus,

@@ -354,7 +354,7 @@ def _folder(keep: Where | None) -> Iterator[Path]:
     if keep is not None:
         yield Path(keep)
         return
-    with tempfile.TemporaryDirectory(prefix="darkroom-evaluate-") as folder:
+    with tempfile.TemporaryDirectory(prefix="darkroom-evaluate-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 

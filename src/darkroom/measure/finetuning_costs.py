@@ -162,7 +162,7 @@ def weigh(content: Mapping[str, Any], repeats: int) -> dict[str, Any]:
 
     from darkroom.train.tasks.lora import parameter_table
 
-    with tempfile.TemporaryDirectory(prefix="darkroom-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="darkroom-bench-", ignore_cleanup_errors=True) as folder:
         before, job, inputs = _open(content, Path(folder))
         device = str(job.device)
         seconds = []
@@ -204,7 +204,7 @@ def trained_state_bytes(step: Any) -> int:
 
 def search(content: Mapping[str, Any], budget_bytes: int) -> dict[str, Any]:
     """Double the batch until memory or the budget ends, then halve the gap to an eighth."""
-    with tempfile.TemporaryDirectory(prefix="darkroom-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="darkroom-bench-", ignore_cleanup_errors=True) as folder:
         _, job, inputs = _open(content, Path(folder))
         device, most = str(job.device), int(content["train"]["global_batch"])
         peaks: dict[int, int] = {}

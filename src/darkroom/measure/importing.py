@@ -47,7 +47,7 @@ def bench_import(
         raise InputError(f"pictures={pictures}, size={size}, repeats={repeats}", allowed="1 or more each")
     workers = workers or allowed_cores()
     settings = {"pictures": pictures, "size": size, "format": format, "workers": workers}
-    with tempfile.TemporaryDirectory(dir=folder) as place:
+    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as place:
         source = make_source(Path(place) / "source", pictures, size, format)
         larger = make_source(Path(place) / "larger", 4 * pictures, size, format)
         runs = _Runs(Path(place), workers)

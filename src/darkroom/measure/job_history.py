@@ -30,7 +30,7 @@ def bench_job_history(
     cases: dict[str, Callable[[], object]] = {}
     with ExitStack() as stack:
         for count in (EMPTY, jobs):
-            place = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
+            place = stack.enter_context(tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True))
             store = JobStore(f"sqlite:///{place}/jobs.db", "bench")
             stack.callback(store.close)
             fill(store, count)

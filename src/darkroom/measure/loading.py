@@ -47,7 +47,7 @@ def bench_loader(
         raise InputError(f"rows={rows}, batch={batch}, repeats={repeats}", allowed="rows >= batch >= 1")
     batches = rows // batch
     settings = {"rows": rows, "batch": batch, "row_bytes": ROW_BYTES, "workers": workers}
-    with tempfile.TemporaryDirectory(dir=folder) as place:
+    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as place:
         store = make_store(Path(place) / "pictures.lance", rows)
         order = Order(store.fragments, seed=0, global_batch=batch)
         read = ReadSettings(latents=COLUMN.name, caption=True)

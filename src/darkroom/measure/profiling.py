@@ -186,7 +186,10 @@ def profile_recipe(recipe: Recipe, *, repeats: int = 7) -> IterationProfile | No
     Of several processes that torchrun started together all take part, and rank 0 has the result. Raises what
     training the recipe would raise.
     """
-    with joined(recipe.parallel) as ranks, tempfile.TemporaryDirectory(prefix="darkroom-bench-") as folder:
+    with (
+        joined(recipe.parallel) as ranks,
+        tempfile.TemporaryDirectory(prefix="darkroom-bench-", ignore_cleanup_errors=True) as folder,
+    ):
         job = make_job(recipe, Pinned(Path(folder)), ranks=ranks)
         with job.feed(0) as batches:
             found = _profiled(job.step, _loading(job, batches), ranks, str(job.device), repeats)

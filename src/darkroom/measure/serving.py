@@ -150,7 +150,7 @@ class ServeBench:
 def bench_serve(bench: ServeBench, say: Callable[[str], None] = lambda _: None) -> list[Measurement]:
     """Rows of all three tables. The model goes through a folder; adapters are made for it."""
     bench.check()
-    with tempfile.TemporaryDirectory(prefix="darkroom-bench-") as work:
+    with tempfile.TemporaryDirectory(prefix="darkroom-bench-", ignore_cleanup_errors=True) as work:
         return asyncio.run(_ServingRun(bench, Path(work), say).rows())
 
 

@@ -56,7 +56,7 @@ def bench_train(
         "evaluate": recipe.evaluate.model_copy(update={"every": 0}),
     }
     recipe = recipe.model_copy(update=changes)
-    with tempfile.TemporaryDirectory(prefix="darkroom-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="darkroom-bench-", ignore_cleanup_errors=True) as folder:
         job = make_job(recipe, Pinned(Path(folder)))
         turns = _Turns(job, chunk, warmup + repeats)
         peak = PeakMemory(str(job.device))

@@ -328,7 +328,7 @@ def link_bytes_s(kind: str, budget_s: float) -> tuple[int, float] | None:
     number = 2 if kind == "cpu" else accelerator.count()
     if number < 2:
         return None
-    with tempfile.TemporaryDirectory(prefix="darkroom-links-") as folder:
+    with tempfile.TemporaryDirectory(prefix="darkroom-links-", ignore_cleanup_errors=True) as folder:
         spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
         spawn(_rank, (number, folder, kind, budget_s), nprocs=number)
         seconds = float((Path(folder) / "seconds").read_text(encoding="utf-8"))

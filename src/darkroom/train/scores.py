@@ -147,7 +147,7 @@ class Scores:
         generate = partial(sample.generate, optimise="none", progress=progress, notice=lambda _: None, **how)
         settings = {"size": (self._side, self._side), "steps": drawn.steps, "guidance": drawn.guidance}
         settings |= {} if drawn.solver is None else {"solver": drawn.solver}
-        with TemporaryDirectory(prefix=".scores-", dir=folder) as place:
+        with TemporaryDirectory(prefix=".scores-", dir=folder, ignore_cleanup_errors=True) as place:
             pictures = draw(
                 generate,
                 model,

@@ -212,7 +212,7 @@ def push(
     recipe = recipe_of(opened.recipe, opened.path)
     if repo.count("/") != 1:
         raise InputError(f"the repository '{repo}'", allowed="OWNER/NAME")
-    with TemporaryDirectory(prefix="darkroom-push-") as place:
+    with TemporaryDirectory(prefix="darkroom-push-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
         name = repo.rpartition("/")[2]
         _stage(opened, folder, name)
