@@ -421,6 +421,7 @@ def save(model: Model, path: str | Path) -> None:
             (beside / "scheduler").mkdir()
             _write_json(beside / "scheduler" / "scheduler_config.json", model.scheduler)
         _write_json(beside / "model_index.json", _index(model))
+        _forget_places(beside)
         _readable(beside)
         _swap(beside, path)
     except BaseException:
@@ -456,6 +457,15 @@ def export_model(
 def _saver(module: nn.Module) -> Callable[[str], None]:
     save_pretrained: Callable[[str], None] = cast(Any, module).save_pretrained
     return save_pretrained
+
+
+def _forget_places(folder: Path) -> None:
+    """Leave out the folders that parts were opened from, which libraries note: models are given away."""
+    for file in folder.glob("*/*config.json"):
+        told = read_json(file)
+        kept = {key: value for key, value in told.items() if key not in ("_name_or_path", "name_or_path")}
+        if kept != told:
+            _write_json(file, kept)
 
 
 def _swap(beside: Path, path: Path) -> None:

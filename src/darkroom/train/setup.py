@@ -36,7 +36,15 @@ from darkroom.recipe.sections import (
 from darkroom.recipe.tuning import SamplePrompt
 from darkroom.train.checkpoint.resume import exactness
 from darkroom.train.checks import check_settings
-from darkroom.train.contents import base_of, check_base, contents_of
+from darkroom.train.contents import (
+    CLASS_PICTURES,
+    base_of,
+    check_base,
+    chosen_of,
+    class_contents,
+    contents_of,
+    places_of,
+)
 from darkroom.train.data.feed import (
     LOSS_WEIGHT,
     PROMPT,
@@ -125,6 +133,7 @@ def make_job(
     store = _opened_store(recipe.task, data, pinned, feed, say, ranks)
     train_rows, held_rows = select_rows(store, data)
     contents = ranks.tell(lambda: contents_of(store, pinned.contents))
+    chosen = chosen_of((train_rows, held_rows), data, pinned.chosen)
     device = _device(train.device, ranks)
     set_kernels(train, device)
     precision, why = choose_precision(train.precision, device)
@@ -137,16 +146,20 @@ def make_job(
         captions = partial(_captions, store, train_rows)
         model = build_model(recipe.task, recipe.model, recipe.objective, side, captions, pinned.run)
     base = base_of(recipe.task, recipe.model, model)
-    check_base(base, pinned.base, recipe.model)
+    started_from = None if recipe.adapter is None else recipe.adapter.start
+    places = places_of(recipe.model, data, started_from, train.align.extractor, pinned.run)
+    check_base(base, pinned.base, recipe.model, places)
     if recipe.frozen_unet and model.unet is not None:
         cast_opened(model.unet, site.dtype)  # never trained: no float32 copy is needed
     stores = _made_ready(recipe.task, data, recipe.model.base, model, store, site)
+    if len(stores) > 1:
+        base[CLASS_PICTURES] = ranks.tell(lambda: class_contents(stores[1]))
     _move(model, device)
     task = make_task(recipe, model, store, device)
     base |= _seen_by(task)
-    if recipe.adapter is not None and recipe.adapter.start is not None:
-        base["adapter"] = read_adapter(recipe.adapter.start).sha256[:16]
-    check_base(base, pinned.base, recipe.model)
+    if started_from is not None:
+        base["adapter"] = read_adapter(started_from).sha256[:16]
+    check_base(base, pinned.base, recipe.model, places)
     if device.type != "cpu" and recipe.frozen_text:
         halve_text(model, site.dtype)
     rest(_seldom_run(model, task), pinned.run)
@@ -178,7 +191,8 @@ def make_job(
         device=device,
         rows=rows_an_epoch(data, store, train_rows),
         environment=exactness(device, precision, step.micro_batch, ranks),
-        store={"version": versions_of(store), "rows": store.num_rows, "contents": contents},
+        store={"version": versions_of(store), "rows": store.num_rows, "contents": contents}
+        | ({} if chosen is None else {"chosen": chosen}),
         base=base,
         heldout=heldout,
         scores=scores,

@@ -85,7 +85,6 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: EngineCallbacks
     device = models.device(settings.device)
     precision, why = models.choose_precision(settings.precision, device)
     options.check_pair(settings.backend, precision, device.type)
-    LOG.info("precision %s: %s", precision, why)
     model = models.load(
         settings.model,
         dtype=models.precision(precision),
@@ -93,6 +92,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: EngineCallbacks
         variant=settings.variant,
         revision=settings.revision,
     )
+    LOG.info("precision %s: %s", precision, why)
     embeddings = _embeddings(settings, model)
     optimise = _optimisations(settings, model)
     backend = open_backend(settings.backend, model, optimise=optimise, notice=LOG.info)
