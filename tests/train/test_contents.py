@@ -278,7 +278,7 @@ def adapter_recipe(folder: Path) -> Recipe:
         (configured("scheduler/scheduler_config.json", beta_end=0.02), "noise schedule"),
         (
             configured("text_encoder/config.json", hidden_act="gelu"),
-            "text_encoder configuration .hidden_act",
+            "text_encoder .*hidden_act.",
         ),
         (configured("unet/config.json", norm_eps=1e-3), "unet configuration .norm_eps."),
         (configured("vae/config.json", norm_num_groups=2), "vae configuration .norm_num_groups."),

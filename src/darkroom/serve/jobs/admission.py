@@ -86,10 +86,11 @@ def check_job_id(job_id: str) -> None:
 def check_limits(request: PictureRequest, limits: Limits, key: str = ANONYMOUS) -> None:
     """422 naming the field that is over a bound, and the bound."""
     of_key = limits.of_key(key)
+    most = min(limits.pictures, most_at_once(limits, key))
     bounds = (
         ("prompt", len(request.prompt), limits.prompt_chars, "characters"),
         ("negative", len(request.negative or ""), limits.prompt_chars, "characters"),
-        ("num", request.num, min(limits.pictures, limits.queue, of_key.queue or limits.queue), "pictures"),
+        ("num", request.num, min(most, of_key.pictures_per_day or most), "pictures"),
         ("steps", request.steps or 0, limits.steps, "steps"),
         ("guidance", request.guidance or 0, limits.guidance, ""),
         ("width", request.width or 0, limits.side_pixels, "pixels"),
@@ -110,6 +111,11 @@ def check_limits(request: PictureRequest, limits: Limits, key: str = ANONYMOUS) 
                 f"adapters: weights of -{limits.adapter_weight:g} to {limits.adapter_weight:g}",
                 param="adapters",
             )
+
+
+def most_at_once(limits: Limits, key: str) -> int:
+    """Pictures of a key that fit into an empty queue."""
+    return min(limits.queue, limits.of_key(key).queue or limits.queue)
 
 
 def with_tags_read(request: PictureRequest) -> PictureRequest:
@@ -291,22 +297,26 @@ class Rates:
         self._usual, self._by_key = per_minute, by_key or {}
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def take(self, key: str, now_s: float | None = None) -> None:
-        """Take one; 429 with when the next is there."""
+    def take(self, key: str, now_s: float | None = None, num: int = 1) -> None:
+        """Take one, or several that are of use only together; 429 with when they are there.
+
+        More than ever lie ready are lent, and the key waits for them afterwards.
+        """
         now = time.monotonic() if now_s is None else now_s
         per_s = self._by_key.get(key, self._usual) / 60
         most = max(1.0, per_s * 10)
         left, at = self._buckets.pop(key, (most, now))
         left = min(most, left + (now - at) * per_s)
-        self._buckets[key] = (left - 1 if left >= 1 else left, now)
+        needed = min(num, most)
+        self._buckets[key] = (left - num if left >= needed else left, now)
         while len(self._buckets) > MOST_KEYS:
             self._buckets.popitem(last=False)
-        if left < 1:
+        if left < needed:
             raise Refused(
                 429,
                 "rate_limited",
                 f"at most {per_s * 60:g} jobs a minute{owner(key)}",
-                retry_after_s=(1 - left) / per_s,
+                retry_after_s=(needed - left) / per_s,
             )
 
 
@@ -483,8 +493,12 @@ class Intake:
         self._reserved: Counter[str] = Counter()
         self._line: list[Reservation] = []
 
+    def check_rate(self, key: str, jobs: int = 1) -> None:
+        """429 where the key comes too often."""
+        self._rates.take(key, num=jobs)
+
     def check_room(self, engine: Engine, key: str, num: int, others: Counter[str] | None = None) -> None:
-        """429 where the queue is full or the key comes too often; `others` wait for any server, by key."""
+        """429 where the queue is full; `others` wait for any server, by key."""
         others = others or Counter()
         waiting = engine.waiting() + self._reserved.total() + others.total()
         mine = engine.waiting(key) + self._reserved[key] + others[key]
@@ -497,7 +511,6 @@ class Intake:
                 self._promise(Reservation(time.monotonic() + after_s, key, num, 0.0))
                 told = f"{there} pictures wait already{owner(key) if whose else ''}"
                 raise Refused(429, "queue_full", told, retry_after_s=after_s)
-        self._rates.take(key)
 
     def check_work(self, engine: Engine, key: str, num: int, cost: float) -> None:
         """429 where the work that waits would take too long with this job's `cost` on top; alone it may."""
