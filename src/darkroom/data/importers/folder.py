@@ -210,11 +210,11 @@ class FolderSource:
             yield entry if isinstance(entry, Problem) else _sample(*entry)
 
     def captions(self) -> Iterator[tuple[str, str | None]]:
-        """The same without the pictures: keys and captions; InputError for metadata that cannot be read."""
+        """The same without the pictures: keys and captions; InputError for what of them cannot be read."""
         for entry in self._entries():
             if not isinstance(entry, Problem):
                 yield entry[0].key, entry[1]
-            elif entry.reason == "bad-metadata":
+            elif entry.reason in ("bad-metadata", "bad-caption"):
                 raise InputError(f"{entry.key}: {entry.detail}")
 
     def _entries(self) -> Iterator[Problem | Captioned]:

@@ -86,11 +86,11 @@ def check_job_id(job_id: str) -> None:
 def check_limits(request: PictureRequest, limits: Limits, key: str = ANONYMOUS) -> None:
     """422 naming the field that is over a bound, and the bound."""
     of_key = limits.of_key(key)
-    most = min(limits.pictures, most_at_once(limits, key))
+    at_once = min(limits.pictures, most_at_once(limits, key))
     bounds = (
         ("prompt", len(request.prompt), limits.prompt_chars, "characters"),
         ("negative", len(request.negative or ""), limits.prompt_chars, "characters"),
-        ("num", request.num, min(most, of_key.pictures_per_day or most), "pictures"),
+        ("num", request.num, min(at_once, of_key.pictures_per_day or at_once), "pictures"),
         ("steps", request.steps or 0, limits.steps, "steps"),
         ("guidance", request.guidance or 0, limits.guidance, ""),
         ("width", request.width or 0, limits.side_pixels, "pixels"),
