@@ -92,13 +92,13 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: EngineCallbacks
         variant=settings.variant,
         revision=settings.revision,
     )
-    LOG.info("precision %s: %s", precision, why)
     embeddings = _embeddings(settings, model)
     optimise = _optimisations(settings, model)
     backend = open_backend(settings.backend, model, optimise=optimise, notice=LOG.info)
     model = backend.model or model  # where optimisations changed it, a look-alike does the work
     _name_hash(model)
     first_job(model, backend)  # refuses what cannot be
+    LOG.info("precision %s: %s", precision, why)
     per_row = row_bytes(model, backend)
     lanes = _lanes(settings, backend, optimise, per_row)
     capacity = settings.capacity or rows_for_memory(backend, per_row, lanes)
