@@ -28,7 +28,7 @@ from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.models.families import FAMILIES
 from darkroom.models.model import Model, is_flow
-from darkroom.recipe.sections import DataSettings, ModelSettings
+from darkroom.recipe.sections import AdapterSettings, DataSettings, ModelSettings
 from darkroom.sample.schedule import Schedule
 
 READ_ROWS = 2_000_000
@@ -225,7 +225,11 @@ Places = Mapping[str, tuple[str, str]]
 
 
 def places_of(
-    model: ModelSettings, data: DataSettings, adapter: str | None, extractor: str | None, run: Path
+    model: ModelSettings,
+    data: DataSettings,
+    adapter: AdapterSettings | None,
+    extractor: str | None,
+    run: Path,
 ) -> Places:
     """Where the recipe has the parts that fingerprints are of."""
     found: dict[str, tuple[str, str]] = {}
@@ -237,8 +241,8 @@ def places_of(
         found |= dict.fromkeys(parts, ("model.text_encoder", model.text_encoder))
     elif model.tokenizer is not None:
         found |= dict.fromkeys(words, ("model.tokenizer", model.tokenizer))
-    if adapter is not None:
-        found["adapter"] = "adapter.from", adapter
+    if adapter is not None and adapter.start is not None:
+        found["adapter"] = "adapter.from", adapter.start
     if extractor is not None:
         found["extractor"] = "train.align.extractor", extractor
     key = "data.class_images" if data.class_prompt is not None else "data.folder"

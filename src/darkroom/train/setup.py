@@ -146,19 +146,16 @@ def make_job(
         captions = partial(_captions, store, train_rows)
         model = build_model(recipe.task, recipe.model, recipe.objective, side, captions, pinned.run)
     base = base_of(recipe.task, recipe.model, model)
-    started_from = None if recipe.adapter is None else recipe.adapter.start
-    places = places_of(recipe.model, data, started_from, train.align.extractor, pinned.run)
+    places = places_of(recipe.model, data, recipe.adapter, train.align.extractor, pinned.run)
     check_base(base, pinned.base, recipe.model, places)
     if recipe.frozen_unet and model.unet is not None:
         cast_opened(model.unet, site.dtype)  # never trained: no float32 copy is needed
     stores = _made_ready(recipe.task, data, recipe.model.base, model, store, site)
-    if len(stores) > 1:
-        base[CLASS_PICTURES] = ranks.tell(lambda: class_contents(stores[1]))
     _move(model, device)
     task = make_task(recipe, model, store, device)
-    base |= _seen_by(task)
-    if started_from is not None:
-        base["adapter"] = read_adapter(started_from).sha256[:16]
+    base |= _seen_by(task) | _started_from(recipe.adapter)
+    if len(stores) > 1:
+        base[CLASS_PICTURES] = ranks.tell(lambda: class_contents(stores[1]))
     check_base(base, pinned.base, recipe.model, places)
     if device.type != "cpu" and recipe.frozen_text:
         halve_text(model, site.dtype)
@@ -416,6 +413,12 @@ def _seen_by(task: Task) -> dict[str, str]:
     """The fingerprint of the extractor that a transformer is aligned with, where there is one."""
     extractor = task.extractor if isinstance(task, Diffusion) else None
     return {} if extractor is None else {"extractor": extractor.sha256[:16]}
+
+
+def _started_from(adapter: AdapterSettings | None) -> dict[str, str]:
+    """The fingerprint of the adapter file that training starts from, where there is one."""
+    start = None if adapter is None else adapter.start
+    return {} if start is None else {"adapter": read_adapter(start).sha256[:16]}
 
 
 def _seldom_run(model: Model, task: Task) -> list[nn.Module]:
