@@ -153,9 +153,7 @@ def make_job(
     stores = _made_ready(recipe.task, data, recipe.model.base, model, store, site)
     _move(model, device)
     task = make_task(recipe, model, store, device)
-    base |= _seen_by(task) | _started_from(recipe.adapter)
-    if len(stores) > 1:
-        base[CLASS_PICTURES] = ranks.tell(lambda: class_contents(stores[1]))
+    base |= _seen_by(task) | _started_from(recipe.adapter) | _compared_with(stores, ranks)
     check_base(base, pinned.base, recipe.model, places)
     if device.type != "cpu" and recipe.frozen_text:
         halve_text(model, site.dtype)
@@ -188,8 +186,7 @@ def make_job(
         device=device,
         rows=rows_an_epoch(data, store, train_rows),
         environment=exactness(device, precision, step.micro_batch, ranks),
-        store={"version": versions_of(store), "rows": store.num_rows, "contents": contents}
-        | ({} if chosen is None else {"chosen": chosen}),
+        store={"version": versions_of(store), "rows": store.num_rows, "contents": contents, "chosen": chosen},
         base=base,
         heldout=heldout,
         scores=scores,
@@ -413,6 +410,11 @@ def _seen_by(task: Task) -> dict[str, str]:
     """The fingerprint of the extractor that a transformer is aligned with, where there is one."""
     extractor = task.extractor if isinstance(task, Diffusion) else None
     return {} if extractor is None else {"extractor": extractor.sha256[:16]}
+
+
+def _compared_with(stores: Sequence[Store], ranks: Ranks) -> dict[str, str]:
+    """The fingerprint of the pictures of the class, or of those not preferred, where there are any."""
+    return {CLASS_PICTURES: ranks.tell(lambda: class_contents(stores[1]))} if len(stores) > 1 else {}
 
 
 def _started_from(adapter: AdapterSettings | None) -> dict[str, str]:
