@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import zipfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -336,3 +337,63 @@ def test_others_may_write_while_an_import_runs(tmp_path, target):
     assert report.added == 600
     assert [r["key"] for r in rows_of(target, ["key"])] == [f"{i:04d}.png" for i in range(600)]
     assert "c0" in Store.open(target).columns()
+
+
+def pack(path: Path, members: list[tuple[str, bytes]]) -> Path:
+    with zipfile.ZipFile(path, "w") as file:
+        for name, data in members:
+            file.writestr(name, data)
+    return path
+
+
+def keys_of(target: Path) -> dict[str, str]:
+    return {row["key"]: row["caption"] for row in rows_of(target, ["key", "caption"])}
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_pictures_of_one_name_in_a_zip_all_come_in(tmp_path, target):
+    """The second was called a double and dropped, though its bytes are others."""
+    first, second, third = (encoded(noise_picture(i)) for i in range(3))
+    members = [("a.png", first), ("a.txt", b"one"), ("b.png", third), ("b.txt", b"three")]
+    source = pack(tmp_path / "in.zip", [*members, ("a.png", second), ("a.txt", b"two"), ("b.png", third)])
+    report = import_pictures(source, target)
+    assert keys_of(target) == {"a#1.png": "one", "a.png": "two", "b#1.png": "three"}
+    assert (report.added, report.doubles, report.same_name) == (3, 1, 2)
+    assert any("2 have the name of a later picture in the same zip" in line for line in report.lines())
+    again = import_pictures(source, target)
+    assert (again.added, again.doubles) == (0, 4)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_of_two_metadata_files_of_one_name_in_a_zip_the_last_holds(tmp_path, target):
+    """The earlier one goes with the earlier pictures, and with what the last one does not list."""
+    pictures = [encoded(noise_picture(i)) for i in range(3)]
+
+    def lines(**captions: str) -> bytes:
+        return b"\n".join(
+            json.dumps({"file_name": f"{name}.png", "text": text}).encode() for name, text in captions.items()
+        )
+
+    source = pack(
+        tmp_path / "in.zip",
+        [
+            ("a.png", pictures[0]),
+            ("b.png", pictures[2]),
+            ("metadata.jsonl", lines(a="old", b="b", c="gone")),
+            ("a.png", pictures[1]),
+            ("metadata.jsonl", lines(a="new")),
+        ],
+    )
+    report = import_pictures(source, target)
+    assert keys_of(target) == {"a.png": "new", "a#1.png": "old", "b.png": "b"}
+    assert report.rejected == {}
+
+
+def test_a_folder_and_its_zip_may_have_the_same_names(tmp_path, target):
+    """What a metadata file of the folder lists hid the zip's picture of that name, uncounted."""
+    folder = make_folder(tmp_path / "in", [{"file_name": "a.png", "text": "listed"}])
+    (folder / "a.png").write_bytes(encoded(noise_picture(0)))
+    pack(folder / "more.zip", [("a.png", encoded(noise_picture(1))), ("a.txt", b"in the zip")])
+    assert import_pictures(folder, target).added == 2
+    captions = [row["caption"] for row in rows_of(target, ["caption"])]
+    assert captions == ["listed", "in the zip"]

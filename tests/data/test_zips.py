@@ -126,3 +126,20 @@ def test_a_member_that_unpacks_to_more_than_it_says_is_cut(tmp_path):
     with pytest.raises(ValueError, match="damaged"):
         reader.read(reader.find("bomb"))
     assert sum(map(len, reader.chunks(reader.find("bomb")))) <= 1000
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_of_several_members_with_one_name_each_can_be_read(tmp_path):
+    """As a program leaves them that adds to an archive: the last has the name, those before it a number."""
+    path = tmp_path / "a.zip"
+    members = [("d/a.txt", b"1"), ("b#1.txt", b"b"), ("d/a.txt", b"2"), ("plain", b"3"), ("d\\a.txt", b"4")]
+    with zipfile.ZipFile(path, "w") as file:
+        for name, data in members:
+            file.writestr(name, data)
+    reader = ZipReader(path)
+    found = {member.name: reader.read(member) for member in reader.members()}
+    assert found == {"d/a#1.txt": b"1", "b#1.txt": b"b", "d/a#2.txt": b"2", "plain": b"3", "d/a.txt": b"4"}
+    assert {name: reader.read(reader.find(name)) for name in found} == found
+    assert reader.num_earlier == 2
+    assert [reader.called(name) for name in found] == ["d/a.txt", "b#1.txt", "d/a.txt", "plain", "d/a.txt"]
+    assert [reader.find(name) for name in ("d/a#0.txt", "d/a#3.txt", "b.txt", "plain#1")] == [None] * 4

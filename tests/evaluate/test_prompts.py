@@ -5,9 +5,11 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from darkroom.errors import InputError
-from darkroom.evaluate.prompts import Prompts, read_prompts
+from darkroom.evaluate.pictures import FolderPictures
+from darkroom.evaluate.prompts import Prompts, prompts_of_pictures, read_prompts
 
 
 @pytest.mark.parametrize(
@@ -86,3 +88,26 @@ def test_what_is_no_prompts_is_refused(tmp_path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     with pytest.raises(InputError, match="allowed: .txt"):
         read_prompts(tmp_path / "picture.png")
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (
+            {"metadata.jsonl": b'{"file_name": "a.png", "label": 3}'},
+            "no caption column found in metadata.jsonl",
+        ),
+        ({"metadata.csv": b"file_name;text\na.png;a dog\n"}, "no image column found in metadata.csv"),
+        ({"a.txt": b"a\0b"}, "a.png: a.txt: no whole UTF-16-LE"),
+        ({}, "1 of 1 pictures do not say their prompt, such as 'a.png'"),
+    ],
+)
+def test_captions_beside_pictures_are_refused_in_terms_of_this_verb(tmp_path, files, said):
+    """`evaluate` has no --caption-column; a text that cannot be read is there, but was called missing."""
+    Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        prompts_of_pictures(FolderPictures.of(tmp_path))
+    assert said in str(caught.value)
+    assert "--" not in str(caught.value)

@@ -38,6 +38,17 @@ def test_a_saved_model_comes_back_whole(tiny, folder):
     assert back.tokenizers[0](text).input_ids == tiny.tokenizers[0](text).input_ids
 
 
+def test_a_saved_model_does_not_say_where_its_parts_were_opened(folder, tmp_path):
+    """diffusers and transformers note the folder, and `save_pretrained` writes it."""
+    opened = models.load(folder)
+    assert str(tmp_path) in str(opened.unet.config)
+    models.save(opened, tmp_path / "other")
+    files = [file for file in (tmp_path / "other").rglob("*") if file.is_file()]
+    assert len(files) > 5
+    assert [file.name for file in files if str(folder).encode() in file.read_bytes()] == []
+    assert models.identity(models.load(tmp_path / "other").unet) == models.identity(opened.unet)
+
+
 def test_diffusers_opens_it_and_runs_the_same_weights(tiny, folder):
     pipe = StableDiffusionPipeline.from_pretrained(folder)
     assert models.identity(pipe.unet) == models.identity(tiny.unet)

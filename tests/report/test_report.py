@@ -220,6 +220,41 @@ def test_several_runs_lie_over_each_other_and_differences_stand_first(tmp_path):
     assert page.tags.count("svg") == 5
 
 
+SECRET = ("/home/ada/secret", "C:\\\\ada\\\\secret")
+
+
+@pytest.mark.parametrize("place", SECRET)
+def test_a_report_tells_names_of_places_and_not_the_way_there(tmp_path, place):
+    """It is one file to send to somebody."""
+    recipe = f'''
+task: lora
+model: {{base: "{place}/sd15"}}
+data: {{sets: [{{folder: "{place}/cats", repeats: 2}}], prompt: "a / b, c"}}
+'''
+    noted = environment() | {
+        "store": {"version": 3, "contents": [{"files": "f932d975c52c9ba7"}], "chosen": "18bc283ecdae7de1"},
+        "fingerprints": {"unet configuration": '{"act_fn": "silu"}'},
+    }
+    for name in ("one", "two"):
+        Run.create(tmp_path / name, recipe.replace("sd15", name), noted)
+    html = write_report([tmp_path / "one"], tmp_path / "r.html").read_text()
+    assert "secret" not in html
+    assert "act_fn" not in html
+    assert "f932d975c52c9ba7" not in html
+    texts = Page(html).texts
+    assert {"one", "cats", "sets.0.folder", "sets.0.repeats", "a / b, c"} <= set(texts)
+    both = Page(write_report([tmp_path / "one", tmp_path / "two"], tmp_path / "both.html").read_text())
+    assert "secret" not in both.text
+    assert both.text.index("model.base") < both.text.index("data.sets.0.folder")
+
+
+def test_of_two_places_of_one_name_a_report_tells_both_whole(tmp_path):
+    for name in ("one", "two"):
+        Run.create(tmp_path / name, f"task: lora\nmodel: {{base: /data/{name}/sd15}}\n", environment())
+    page = Page(write_report([tmp_path / "one", tmp_path / "two"], tmp_path / "r.html").read_text())
+    assert {"/data/one/sd15", "/data/two/sd15"} <= set(page.texts)
+
+
 def test_measurements_become_plots_and_a_tidy_table(tmp_path):
     rows = [
         Measurement(benchmark="loader", case="plain", median_s=0.2, p10_s=0.19, p90_s=0.25, repeats=7,

@@ -119,3 +119,61 @@ def test_who_waits_as_long_as_told_is_let_in(run_core):
         return let_in
 
     assert run_core(scenario, limits=limits, capacity=4) >= 12
+
+
+def infer(num: int) -> dict:
+    """KServe's request for a picture of each of so many prompts."""
+    tensors = {
+        "prompt": ("BYTES", [f"circle {i}" for i in range(num)]),
+        "num_inference_steps": ("INT64", [1]),
+    }
+    inputs = [
+        {"name": name, "datatype": kind, "shape": [len(data)], "data": data}
+        for name, (kind, data) in tensors.items()
+    ]
+    return {"inputs": inputs}
+
+
+def test_several_that_never_fit_together_are_no_matter_of_waiting(run_http):
+    """The fifth of five had been refused with 429 at each try, in a queue of four that was empty."""
+
+    async def scenario(core, http):
+        route = f"/v2/models/{core.model.name}/infer"
+        return [await http.post(route, json=infer(num)) for num in (5, 4)]
+
+    over, fits = run_http(scenario, limits=Limits(queue=4, queue_per_key=4))
+    assert (over.status_code, over.json()["code"]) == (422, "over_limit")
+    assert "at most 4 pictures" in over.json()["error"]
+    assert fits.status_code == 200
+    assert len(fits.json()["outputs"][0]["data"]) == 4
+
+
+def test_several_are_counted_once_and_refused_before_the_first_is_accepted(run_http):
+    """Those of a refused request had been accepted, cancelled, and taken from the day's quota."""
+    limits = Limits(pictures_per_day=7, rate_per_minute=12.0)
+
+    async def scenario(core, http):
+        route = f"/v2/models/{core.model.name}/infer"
+        first = await http.post(route, json=infer(4))  # two lie ready: two more are lent
+        soon = await http.post(route, json=infer(2))
+        core._intake._rates._buckets.clear()
+        quota = await http.post(route, json=infer(4))
+        rest = await http.post(route, json=infer(3))
+        return first, soon, quota, rest, await core.used_today("")
+
+    first, soon, quota, rest, _ = run_http(scenario, limits=limits)
+    assert (first.status_code, rest.status_code) == (200, 200)
+    assert (soon.status_code, soon.json()["code"]) == (429, "rate_limited")
+    assert 15 <= int(soon.headers["Retry-After"]) <= 20  # four seconds of two that are owed, and two more
+    assert (quota.status_code, quota.json()["code"]) == (429, "quota")
+    assert "4 of today are used" in quota.json()["error"]
+
+
+def test_one_job_of_more_than_a_days_pictures_is_no_matter_of_waiting(run_core):
+    async def scenario(core):
+        with pytest.raises(Refused) as caught:
+            await core.submit(QUICK.model_copy(update={"num": 3}), key="a")
+        return caught.value
+
+    refused = run_core(scenario, limits=Limits(pictures_per_day=2))
+    assert (refused.status, refused.param, refused.retry_after_s) == (422, "num", None)

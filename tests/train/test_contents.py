@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
@@ -119,7 +120,7 @@ def test_a_run_of_before_fingerprints_goes_on_and_pins_them(
     file.write_text(json.dumps(told))
     go(recipe_of("pretrain", *STEPS, f"data.store={begun / 'a.lance'}"), tmp_path / "run")
     assert json.loads(file.read_text())["store"]["contents"] == [pinned]
-    assert sorted(pinned) == ["files", "rows"]
+    assert sorted(pinned) == ["files", "pictures", "rows"]
 
 
 def test_a_fingerprint_is_of_rows_and_not_of_how_they_lie(tmp_path: Path) -> None:
@@ -139,6 +140,92 @@ def test_a_fingerprint_is_of_rows_and_not_of_how_they_lie(tmp_path: Path) -> Non
     (fewer,) = contents_of(store, None)
     assert fewer["rows"] != whole["rows"]
     assert fewer["files"] != whole["files"]
+
+
+def scored(folder: Path, path: Path, *, first: bool) -> None:
+    """A store of twelve pictures, of which a filter on `score` chooses the first or the last six."""
+    lines = [
+        json.dumps({"file_name": f"{i:02d}.png", "text": f"picture {i}", "score": int((i < 6) == first)})
+        for i in range(12)
+    ]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    shutil.rmtree(path, ignore_errors=True)
+    store_of(folder, path)
+
+
+def test_other_rows_chosen_by_the_same_filter_are_refused(recipe_of: MakeRecipe, tmp_path: Path) -> None:
+    """The same pictures and captions, scored anew: it went on with the others without a word."""
+    folder, store = paint(tmp_path / "in"), tmp_path / "a.lance"
+    recipe = recipe_of("pretrain", *STEPS, f"data.store={store}", "data.filter=score = 1")
+    scored(folder, store, first=True)
+    go(recipe, tmp_path / "run", until=3)
+    shutil.copytree(tmp_path / "run", tmp_path / "kept")
+    scored(folder, store, first=False)
+    with pytest.raises(InputError, match="data.filter: 'score = 1' chooses other rows .*--resume never"):
+        go(recipe, tmp_path / "run")
+    scored(folder, store, first=True)
+    assert "going on after step 2 of 4" in go(recipe, tmp_path / "kept")
+
+
+def test_other_bytes_under_the_same_ids_are_other_contents(tmp_path: Path) -> None:
+    """Written by hand, as no verb does it."""
+    store = Store.open(store_of(paint(tmp_path / "in"), tmp_path / "a.lance"))
+    (before,) = contents_of(store, None)
+    rows = store.take(range(12), store.dataset.schema.names)
+    at = rows.schema.get_field_index("picture")
+
+    def written(name: str, order: list[int]) -> Store:
+        made = Store.create(tmp_path / name)
+        made.append(rows.set_column(at, rows.schema.field(at), rows["picture"].take(pa.array(order))))
+        return made
+
+    same = written("same.lance", list(range(12)))
+    assert contents_of(same, [before])[0]["pictures"] == before["pictures"]
+    swapped = written("swapped.lance", list(range(11, -1, -1)))
+    (found,) = contents_of(swapped, None)
+    assert found["rows"] == before["rows"]
+    with pytest.raises(InputError, match=OTHER):
+        contents_of(swapped, [before])
+
+
+def test_other_class_pictures_are_refused(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "base")
+    paint(tmp_path / "photos", count=3)
+    paint(tmp_path / "class", count=2, colours=7)
+    more = (
+        "data.class_prompt=a dog",
+        f"data.class_images={tmp_path / 'class'}",
+        "data.num_class_images=2",
+        "train.global_batch=2",
+        "data.encode=inline",
+    )
+    recipe = recipe_for("dreambooth-lora", tmp_path / "base", tmp_path / "photos", *STEPS, *more)
+    go(recipe, tmp_path / "run", until=3)
+    kept = tmp_path / "run" / "data" / "class.lance"
+    kept.rename(tmp_path / "class.lance")  # lost: the folder is read again
+    (tmp_path / "class").rename(tmp_path / "first")
+    paint(tmp_path / "class", count=2, colours=8)
+    with pytest.raises(InputError, match="data.class_images: in '.*class' the set of pictures .* another"):
+        go(recipe, tmp_path / "run")
+    shutil.rmtree(kept)
+    (tmp_path / "class.lance").rename(kept)
+    assert "going on after step 2 of 4" in go(recipe, tmp_path / "run")
+
+
+def configured(file: str, **values: object) -> Callable[[Path], None]:
+    """The same weights under another configuration."""
+
+    def change(base: Path) -> None:
+        path = base / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+def resaved(base: Path) -> None:
+    """As another version writes it: what changes no number, and a key that was not there."""
+    configured("unet/config.json", _diffusers_version="9.9", new_key=1)(base)
+    configured("text_encoder/config.json", transformers_version="9.9", torch_dtype="float16")(base)
 
 
 def spoil(part: str) -> Callable[[Path], None]:
@@ -187,8 +274,20 @@ def adapter_recipe(folder: Path) -> Recipe:
         (spoil("text_encoder"), "text_encoder"),
         (scaled, "scaling of latents"),
         (in_halves, None),
+        (configured("scheduler/scheduler_config.json", prediction_type="v_prediction"), "noise schedule"),
+        (configured("scheduler/scheduler_config.json", beta_end=0.02), "noise schedule"),
+        (
+            configured("text_encoder/config.json", hidden_act="gelu"),
+            "text_encoder .*hidden_act.",
+        ),
+        (configured("unet/config.json", norm_eps=1e-3), "unet configuration .norm_eps."),
+        (configured("vae/config.json", norm_num_groups=2), "vae configuration .norm_num_groups."),
+        (resaved, None),
     ],
-    ids=["unet", "vae", "text", "scaling", "the same in halves"],
+    ids=[
+        *("unet", "vae", "text", "scaling", "the same in halves"),
+        *("prediction", "betas", "activation", "eps", "groups", "the same saved anew"),
+    ],
 )
 def test_another_base_in_the_same_place_is_refused(
     adapter_run: Path, change: Callable[[Path], None], part: str | None

@@ -43,8 +43,12 @@ def test_sources_and_licences_go_from_the_store_into_the_card(tmp_path):
     assert isinstance(bad.exception, InputError)
 
 
-@pytest.mark.parametrize("data", [{"store": "gone.lance"}, {"folder": "photos"}])
+@pytest.mark.parametrize(
+    "data", [{"store": "gone.lance"}, {"folder": "photos"}, {"store": "/home/ada/secret/gone.lance"}]
+)
 def test_what_cannot_be_looked_up_is_unknown(data):
     card = model_card("pets", "pretrain", DataSettings(**data))
     assert "unknown" in card
+    assert ("gone.lance" in card) == ("store" in data)
+    assert "secret" not in card
     assert yaml.safe_load(card.split("---")[1])["license"] == "other"

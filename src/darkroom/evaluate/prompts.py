@@ -98,7 +98,7 @@ def prompts_of_pictures(
     if None in found.values():
         folder = Path(pictures.name)
         captions: dict[str, str | None] = {}
-        for key, caption in FolderSource(folder, Columns()).captions():
+        for key, caption in _captions_beside(folder):
             captions.setdefault(key, caption)
         for file, prompt in found.items():
             if prompt is None:
@@ -110,6 +110,17 @@ def prompts_of_pictures(
             allowed="pictures that darkroom or A1111 wrote, a .txt for each, or a metadata.jsonl",
         )
     return tuple(prompt or "" for prompt in found.values())
+
+
+def _captions_beside(folder: Path) -> Iterator[tuple[str, str | None]]:
+    """Keys and captions as `import` reads them; InputError in terms of what can be said here."""
+    try:
+        yield from FolderSource(folder, Columns()).captions()
+    except InputError as error:
+        if "-column" not in error.mend:
+            raise
+        mend = "call its columns file_name and text, or rename the file and put a .txt beside each picture"
+        raise InputError(error.given, mend=mend) from error
 
 
 def _filled(text: str, token: str | None, class_word: str | None) -> str:

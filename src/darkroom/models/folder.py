@@ -427,6 +427,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
     try:
         temporary.chmod(0o755)
         yield temporary
+        _forget_places(temporary)
         _readable(temporary)
         _swap(temporary, path)
     except BaseException:
@@ -462,6 +463,15 @@ def export_model(
 def _saver(module: nn.Module) -> Callable[[str], None]:
     save_pretrained: Callable[[str], None] = cast(Any, module).save_pretrained
     return save_pretrained
+
+
+def _forget_places(folder: Path) -> None:
+    """Leave out the folders that parts were opened from, which libraries note: models are given away."""
+    for file in folder.glob("*/*config.json"):
+        given = read_json(file)
+        kept = {key: value for key, value in given.items() if key not in ("_name_or_path", "name_or_path")}
+        if kept != given:
+            _write_json(file, kept)
 
 
 def _swap(temporary: Path, path: Path) -> None:

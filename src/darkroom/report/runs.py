@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -272,9 +272,10 @@ def _settings(runs_read: Sequence[RunData]) -> str:
     groups: dict[str, dict[str, str]] = {"recipe": {}}
     for key, value in runs_read[0].recipe.items():
         if isinstance(value, Mapping):
-            groups[key] = {name: text for name, text in _flat(value).items() if text != _NOTHING}
+            flat = _flat(value).items()
+            groups[key] = {name: _placeless(text) for name, text in flat if text != _NOTHING}
         else:
-            groups["recipe"][key] = _text(value)
+            groups["recipe"] |= _flat({key: value})
     return html.grid((html.pairs(rows, name) for name, rows in groups.items() if rows), "columns")
 
 
@@ -303,8 +304,10 @@ def _environment_rows(environment: Mapping[str, Any]) -> dict[str, str]:
     git = environment.get("git")
     if isinstance(git, Mapping):
         rows["commit"] = f"{str(git.get('commit', ''))[:12]}{' + changes' if git.get('changed') else ''}"
-    shown = ("machine", "git", "versions", "sessions", "resident_bytes")
+    shown = ("machine", "git", "versions", "sessions", "resident_bytes", "fingerprints")
     rest = {k: v for k, v in environment.items() if k not in shown}
+    if isinstance(store := rest.get("store"), Mapping):  # its hashes are for going on, not for readers
+        rest["store"] = {k: v for k, v in store.items() if k not in ("contents", "chosen")}
     return {key: value for key, value in (rows | _flat(rest)).items() if value}
 
 
@@ -312,8 +315,9 @@ def _compared(tables: Sequence[Mapping[str, str]], names: Sequence[str]) -> str:
     """Side by side, what differs first and set off."""
     keys = list(dict.fromkeys(key for one in tables for key in one))
     differing = [key for key in keys if len({one.get(key) for one in tables}) > 1]
-    rows = [[key, *(html.Marked(one.get(key, "")) for one in tables)] for key in differing]
-    rows += [[key, *(one.get(key, "") for one in tables)] for key in keys if key not in differing]
+    cells = {key: _placeless_row([one.get(key, "") for one in tables]) for key in keys}
+    rows = [[key, *map(html.Marked, cells[key])] for key in differing]
+    rows += [[key, *cells[key]] for key in keys if key not in differing]
     return html.table(["", *names], rows) if rows else ""
 
 
@@ -322,9 +326,25 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
             flat |= _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping):
+            flat |= _flat({str(i): one for i, one in enumerate(value)}, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = _text(value)
     return flat
+
+
+def _placeless(text: str) -> str:
+    """A file's or folder's name without the path to it, which Windows' rules read on every system: a report
+    is sent to others.
+    """
+    is_place = re.fullmatch(r"(/|~/|[A-Za-z]:[\\/])[^,\n]*[\\/].+", text)
+    return PureWindowsPath(text).name or text if is_place else text
+
+
+def _placeless_row(texts: Sequence[str]) -> list[str]:
+    """Several runs' values likewise, unless others would then look the same."""
+    short = [_placeless(text) for text in texts]
+    return short if len(set(short)) == len(set(texts)) else list(texts)
 
 
 def _text(value: Any) -> str:

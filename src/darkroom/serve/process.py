@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -27,6 +27,9 @@ BACKLOG = 1024
 # Between threads that compute in Python (the engine's) and the event loop: the default of 5 ms is half a
 # small model's step.
 SWITCH_S = 0.001
+LISTENING_S = 10.0
+"""So long a model may load before the address is logged without it: what is wrong with the model is found
+before that, and told in one line."""
 
 
 def run(settings: ServeSettings) -> None:
@@ -42,10 +45,10 @@ def run(settings: ServeSettings) -> None:
     core = Core(settings)
     if settings.metrics_port is not None:
         _serve_metrics(core, settings.metrics_host, settings.metrics_port)
-    server = _Server(configured(make_app(core, keys), settings.limits), core)
-    sys.setswitchinterval(SWITCH_S)
     host, port = listening.getsockname()[:2]
-    LOG.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    server = _Server(configured(make_app(core, keys), settings.limits), core, address)
+    sys.setswitchinterval(SWITCH_S)
     server.run(sockets=[listening])
     if core.state == "broken" and core.engine is None:
         raise _failure(core)
@@ -66,8 +69,10 @@ def _serve_metrics(core: Core, host: str, port: int) -> None:
 
 def _check_paths(settings: ServeSettings) -> None:
     """InputError for folders that are not there: raised before anything that takes long is imported."""
-    if settings.adapters is not None and not settings.adapters.is_dir():
-        raise InputError(f"--adapters '{settings.adapters}' is no folder", mend="make it, or name another")
+    for name in ("adapters", "embeddings", "controls", "upscalers"):
+        folder: Path | None = getattr(settings, name)
+        if folder is not None and not folder.is_dir():
+            raise InputError(f"--{name} '{folder}' is no folder", mend="make it, or name another")
     if settings.mcp and find_spec("mcp") is None:
         raise MissingExtra("mcp", "mcp")
     for ref in (settings.model, *settings.more_models):
@@ -125,9 +130,9 @@ def _listen(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """Uvicorn with signals that drain first."""
 
-    def __init__(self, config: uvicorn.Config, core: Core) -> None:
+    def __init__(self, config: uvicorn.Config, core: Core, address: str) -> None:
         super().__init__(config)
-        self._core = core
+        self._core, self._address = core, address
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -137,6 +142,10 @@ class _Server(uvicorn.Server):
             self._watching = asyncio.get_running_loop().create_task(self._end_if_broken())
 
     async def _end_if_broken(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._core.loaded(), LISTENING_S)
+        if self._core.state != "broken" or self._core.engine is not None:
+            LOG.info("listening on %s", self._address)
         await self._core.loaded()
         if self._core.state == "broken" and self._core.engine is None:
             self.should_exit = True

@@ -2,10 +2,12 @@
 
 A store's version is a number that another store may have too. Its fingerprint is of the names of its data
 files, which are random and stay in a copy; where they differ, as in a store that was imported anew, ids,
-captions and sizes of all rows decide (an id is a hash of a picture's bytes and caption).
+captions and sizes of all rows decide (an id is a hash of a picture's bytes and caption), and the bytes of
+some pictures. What a filter chooses is compared by itself: it may read columns that no id speaks of.
 
-A base's fingerprint is of the values at the start, the middle and the end of each tensor, of the scaling of
-latents and of the words: the same for a folder, a single file and any division into files.
+A base's fingerprint is of the values at the start, the middle and the end of each tensor, of the parts'
+configurations, of the noise schedule, of the scaling of latents and of the words: the same for a folder, a
+single file and any division into files.
 """
 
 from __future__ import annotations
@@ -13,28 +15,44 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 
 from darkroom.data.mixing import parts_of
+from darkroom.data.order import Rows
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.models.families import FAMILIES
-from darkroom.models.model import Model
-from darkroom.recipe.sections import ModelSettings
+from darkroom.models.model import Model, is_flow
+from darkroom.recipe.sections import AdapterSettings, DataSettings, ModelSettings
+from darkroom.sample.schedule import Schedule
 
 READ_ROWS = 2_000_000
 """Of a larger store only the files' names are known: reading its ids would take a start minutes."""
 SAMPLED = 256
+SAMPLED_PICTURES = 16
 TRAIN_UNET = ("pretrain", "finetune", "dreambooth")
+CLASS_PICTURES = "set of pictures to compare with"
 _READ = ("id", "caption", "width", "height")
 _KEPT = 16  # hexadecimal digits: 64 bits
 _NEW_RUN = "bring the one back that it was started with, or start a new run on this one: --resume never"
 
 Contents = list[dict[str, str]]
-"""Of each store `files`, and `rows` where it is not too large."""
+"""Of each store `files`, and `rows` and `pictures` where it is not too large."""
+
+CONFIGURATION = " configuration"
+"""Behind a part's name: what is noted is JSON, of which the keys are compared that both times have."""
+_NO_MATTER = (
+    "scaling_factor", "shift_factor", "latents_mean", "latents_std", "dtype", "torch_dtype",
+    "transformers_version", "architectures", "force_upcast", "sample_size",
+)  # fmt: skip
+"""Of configurations: what is compared as the scaling of latents, and what changes no number."""
+PROBE = "A photo of sks dog, 3 red-blue emoji & the quick brown foxes' jumping; naive cafe (unbelievably)!"
+"""What a tokenizer makes of it tells its merges."""
 
 
 # ---- stores
@@ -52,8 +70,9 @@ def _contents(store: Store, known: Mapping[str, str]) -> dict[str, str]:
     if found["files"] == known.get("files"):
         return dict(known)
     if store.num_rows <= READ_ROWS:
-        found["rows"] = _rows(store)
-    if known and ("rows" not in found or found["rows"] != known.get("rows")):
+        found |= {"rows": _rows(store), "pictures": _pictures(store)}
+    kept = all(found.get(name) == known.get(name) for name in ("rows", "pictures") if name in known)
+    if known and not ("rows" in found and "rows" in known and kept):
         other = "other pictures or captions" if "rows" in found and "rows" in known else "other files"
         raise RecipeError(
             "data.store",
@@ -94,6 +113,42 @@ def _rows(store: Store) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()[:_KEPT]
 
 
+def _pictures(store: Store) -> str:
+    """Of the bytes of some pictures, spread over the store: ids stay where a file was written by hand."""
+    count = min(store.num_rows, SAMPLED_PICTURES)
+    digest = hashlib.sha256()
+    for position in np.linspace(0, store.num_rows - 1, count).astype(np.int64).tolist():
+        (picture,) = store.take([position], ["picture"])["picture"].to_pylist()
+        digest.update(picture)
+    return digest.hexdigest()[:_KEPT]
+
+
+def class_contents(store: Store) -> str:
+    """The fingerprint of a run's pictures of the class, or of those that were not preferred."""
+    return _short(_rows(store) + _pictures(store))
+
+
+def chosen_of(rows: Sequence[Rows], data: DataSettings, before: str | None) -> str | None:
+    """The fingerprint of the rows that a filter chooses, None without one; RecipeError for others than
+    `before`. Of very many rows some, spread evenly.
+    """
+    if data.filter is None:
+        return None
+    digest = hashlib.sha256()
+    for some in rows:
+        count = len(some)
+        index = np.linspace(0, max(0, count - 1), min(count, READ_ROWS)).astype(np.int64)
+        digest.update(f"{count}:".encode() + some.positions(index).astype("<i8").tobytes())
+    found = digest.hexdigest()[:_KEPT]
+    if before not in (None, found):
+        raise RecipeError(
+            "data.filter",
+            f"'{data.filter}' chooses other rows of the store than when the run was started",
+            mend=_NEW_RUN,
+        )
+    return found
+
+
 # ---- the base model
 
 
@@ -105,7 +160,7 @@ def base_of(task: str, settings: ModelSettings, model: Model) -> dict[str, str]:
     """
     if task == "extractor":
         return {}
-    found = {}
+    found: dict[str, str] = {}
     given = settings.base not in FAMILIES
     gives_text = given or isinstance(settings.text_encoder, str)
     named = {
@@ -113,15 +168,44 @@ def base_of(task: str, settings: ModelSettings, model: Model) -> dict[str, str]:
         "vae": (given or isinstance(settings.vae, str)) and task != "autoencoder",
         "text_encoder": gives_text and not settings.train_text_encoder,
     }
+    from_files = {
+        "unet": given,
+        "vae": given or isinstance(settings.vae, str),
+        "text_encoder": gives_text,
+    }
     for part, module in model.modules.items():
         if named.get(part.removesuffix("_2")):
             found[part] = sampled(module)
+        if from_files[part.removesuffix("_2")]:  # also of what is trained: a checkpoint holds weights alone
+            found[part + CONFIGURATION] = _configuration(module)
+    if given and model.scheduler:
+        found["noise schedule"] = _noise_schedule(model)
     if named["vae"] and model.vae is not None:
         found["scaling of latents"] = _short(json.dumps(model.latent_scaling.noted(), sort_keys=True))
     if model.tokenizers and (gives_text or settings.tokenizer not in (None, "train")):
         words = [tokenizer.get_vocab() for tokenizer in model.tokenizers]
         found["tokenizer"] = _short(json.dumps(words, sort_keys=True))
+        split = [tokenizer(PROBE)["input_ids"] for tokenizer in model.tokenizers]
+        found["splitting into tokens"] = _short(json.dumps(split))
     return found
+
+
+def _configuration(module: torch.nn.Module) -> str:
+    """What a part's configuration says besides its weights' shapes: activations, heads, groups, ..."""
+    config: Any = module.config
+    told = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    kept = {k: v for k, v in told.items() if not k.startswith("_") and k not in _NO_MATTER}
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _noise_schedule(model: Model) -> str:
+    """What is predicted, and from how much noise, as the model's scheduler and the recipe have it."""
+    config = model.scheduler
+    if is_flow(config):
+        told = [config.get(name) for name in ("shift", "logit_mean", "logit_std", "num_train_timesteps")]
+    else:
+        told = [round(float(value), 6) for value in Schedule.from_config(config).alphas_cumprod]
+    return _short(json.dumps([model.prediction, told]))
 
 
 def sampled(module: torch.nn.Module) -> str:
@@ -136,16 +220,60 @@ def sampled(module: torch.nn.Module) -> str:
     return digest.hexdigest()[:_KEPT]
 
 
-def check_base(now: Mapping[str, str], before: Mapping[str, str] | None, settings: ModelSettings) -> None:
+Places = Mapping[str, tuple[str, str]]
+"""Of what does not come from the base: the recipe's key, and what it says."""
+
+
+def places_of(
+    model: ModelSettings,
+    data: DataSettings,
+    adapter: AdapterSettings | None,
+    extractor: str | None,
+    run: Path,
+) -> Places:
+    """Where the recipe has the parts that fingerprints are of."""
+    found: dict[str, tuple[str, str]] = {}
+    if isinstance(model.vae, str):
+        found |= dict.fromkeys(("vae", "scaling of latents"), ("model.vae", model.vae))
+    words = ("tokenizer", "splitting into tokens")
+    if isinstance(model.text_encoder, str):
+        parts = ("text_encoder", "text_encoder_2", *words)
+        found |= dict.fromkeys(parts, ("model.text_encoder", model.text_encoder))
+    elif model.tokenizer is not None:
+        found |= dict.fromkeys(words, ("model.tokenizer", model.tokenizer))
+    if adapter is not None and adapter.start is not None:
+        found["adapter"] = "adapter.from", adapter.start
+    if extractor is not None:
+        found["extractor"] = "train.align.extractor", extractor
+    key = "data.class_images" if data.class_prompt is not None else "data.folder"
+    found[CLASS_PICTURES] = key, data.class_images or data.folder or str(run / "data")
+    return found
+
+
+def check_base(
+    now: Mapping[str, str], before: Mapping[str, str] | None, settings: ModelSettings, places: Places
+) -> None:
     """RecipeError where a part of the base is another than when the run was started."""
-    other: Sequence[str] = [part for part, was in (before or {}).items() if now.get(part, was) != was]
-    if other:
-        place = settings.vae if other == ["vae"] and isinstance(settings.vae, str) else settings.base
+    other = {part: _difference(part, was, now[part]) for part, was in (before or {}).items() if part in now}
+    names = [name for name in other.values() if name]
+    if names:
+        first = next(part for part, name in other.items() if name)
+        base = "model.base", settings.base
+        key, place = places.get(first, places.get(first.removesuffix(CONFIGURATION), base))
         raise RecipeError(
-            "model.vae" if place is not settings.base else "model.base",
-            f"in '{place}' the {' and the '.join(other)} is another than the run was started with",
+            key,
+            f"in '{place}' the {' and the '.join(names)} is another than the run was started with",
             mend=_NEW_RUN,
         )
+
+
+def _difference(part: str, was: str, now: str) -> str:
+    """A part's name where it is another, of a configuration with the keys that are; else nothing."""
+    if not part.endswith(CONFIGURATION):
+        return part if was != now else ""
+    old, new = json.loads(was), json.loads(now)
+    keys = [key for key in old if key in new and old[key] != new[key]]
+    return f"{part} ({', '.join(keys)})" if keys else ""
 
 
 def _short(text: str) -> str:

@@ -36,7 +36,7 @@ class TrainingSetup:
     device: torch.device
     rows: int  # pictures trained on
     environment: Mapping[str, Any]  # what bit-exactness depends on
-    store: Mapping[str, Any]  # version, rows and contents, which the run pins
+    store: Mapping[str, Any]  # version, rows, contents and what is chosen, which the run pins
     base: Mapping[str, str]  # fingerprints of what is read of a base model, likewise
     heldout: dict[str, Tensor] | None
     scores: Scores | None
@@ -64,3 +64,4 @@ class Pinned:
     micro_batch: int | None = None
     contents: Contents | None = None
     base: Mapping[str, str] | None = None
+    chosen: str | None = None

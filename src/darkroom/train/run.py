@@ -235,6 +235,7 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
         micro,
         contents=store.get("contents"),
         base=ranks.tell(lambda: run.environment.get("fingerprints")),
+        chosen=store.get("chosen"),
     )
     job = make_job(recipe, pinned, feed, say, ranks)
     if checkpoint:
@@ -315,7 +316,7 @@ def model_card(name: str, task: str, data: DataSettings) -> str:
         if place is None:
             continue
         if not Path(place).is_dir():
-            rows.append(f"| {place} | not at hand when this was written | | unknown |")
+            rows.append(f"| {Path(place).name} | not at hand when this was written | | unknown |")
             licences.add("unknown")
             continue
         store = Store.open(place)

@@ -39,7 +39,15 @@ from darkroom.recipe.tuning import SamplePrompt
 from darkroom.train.base_precision import pack_layers
 from darkroom.train.checkpoint.resume import exactness
 from darkroom.train.checks import check_settings
-from darkroom.train.contents import base_of, check_base, contents_of
+from darkroom.train.contents import (
+    CLASS_PICTURES,
+    base_of,
+    check_base,
+    chosen_of,
+    class_contents,
+    contents_of,
+    places_of,
+)
 from darkroom.train.data.feed import (
     LOSS_WEIGHT,
     PROMPT,
@@ -137,6 +145,7 @@ def make_job(
     store = _opened_store(recipe.task, data, pinned, feed, say, ranks)
     train_rows, held_rows = select_rows(store, data)
     contents = ranks.tell(lambda: contents_of(store, pinned.contents))
+    chosen = chosen_of((train_rows, held_rows), data, pinned.chosen)
     device = _device(train.device, ranks)
     set_kernels(train, device)
     precision, why = choose_precision(train.precision, device)
@@ -149,16 +158,15 @@ def make_job(
         captions = partial(_captions, store, train_rows)
         model = build_model(recipe.task, recipe.model, recipe.objective, side, captions, pinned.run)
     base = base_of(recipe.task, recipe.model, model)
-    check_base(base, pinned.base, recipe.model)
+    places = places_of(recipe.model, data, recipe.adapter, train.align.extractor, pinned.run)
+    check_base(base, pinned.base, recipe.model, places)
     if recipe.frozen_unet and model.unet is not None:
         cast_opened(model.unet, site.dtype)  # never trained: no float32 copy is needed
     stores = _made_ready(recipe.task, data, recipe.model.base, model, store, site)
     _move(model, device, but=model.unet if recipe.model.base_precision else None)
     task = make_task(recipe, model, store, device, pinned.run)
-    base |= _seen_by(task)
-    if recipe.adapter is not None and recipe.adapter.start is not None:
-        base["adapter"] = read_adapter(recipe.adapter.start).sha256[:16]
-    check_base(base, pinned.base, recipe.model)
+    base |= _seen_by(task) | _started_from(recipe.adapter) | _compared_with(stores, ranks)
+    check_base(base, pinned.base, recipe.model, places)
     if device.type != "cpu" and recipe.frozen_text:
         halve_text(model, site.dtype)
     rest(_seldom_run(model, task), pinned.run)
@@ -190,7 +198,7 @@ def make_job(
         device=device,
         rows=rows_an_epoch(data, store, train_rows),
         environment=exactness(device, precision, step.micro_batch, ranks),
-        store={"version": versions_of(store), "rows": store.num_rows, "contents": contents},
+        store={"version": versions_of(store), "rows": store.num_rows, "contents": contents, "chosen": chosen},
         base=base,
         heldout=heldout,
         scores=scores,
@@ -460,6 +468,17 @@ def _seen_by(task: Task) -> dict[str, str]:
     """The fingerprint of the extractor that a transformer is aligned with, where there is one."""
     extractor = task.extractor if isinstance(task, Diffusion) else None
     return {} if extractor is None else {"extractor": extractor.sha256[:16]}
+
+
+def _compared_with(stores: Sequence[Store], ranks: Ranks) -> dict[str, str]:
+    """The fingerprint of the pictures of the class, or of those not preferred, where there are any."""
+    return {CLASS_PICTURES: ranks.tell(lambda: class_contents(stores[1]))} if len(stores) > 1 else {}
+
+
+def _started_from(adapter: AdapterSettings | None) -> dict[str, str]:
+    """The fingerprint of the adapter file that training starts from, where there is one."""
+    start = None if adapter is None else adapter.start
+    return {} if start is None else {"adapter": read_adapter(start).sha256[:16]}
 
 
 def _seldom_run(model: Model, task: Task) -> list[nn.Module]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain, count, islice, product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ from darkroom.data.importers.source import (
     typed,
     why_no_file,
 )
-from darkroom.data.importers.zip import ZipReader
+from darkroom.data.importers.zip import EARLIER, ZipReader
 from darkroom.data.seen import SeenIds, short_id
 from darkroom.data.texts import MAX_CAPTION_BYTES, TextError, TextLines, decode_text
 from darkroom.errors import InputError, is_system_failure
@@ -67,6 +67,10 @@ class Tree(Protocol):
 
     def why_not(self, name: str) -> str:
         """Why `find` finds no file under one of the tree's own names."""
+        ...
+
+    def called(self, name: str) -> str:
+        """What the source calls a file; of an earlier one of the same name without its number."""
         ...
 
 
@@ -127,6 +131,10 @@ class FolderTree:
         """What it is instead of a file."""
         return why_no_file(self.root / name)
 
+    def called(self, name: str) -> str:
+        """A folder has each name once."""
+        return name
+
 
 class ZipTree:
     """The files in a zip."""
@@ -153,6 +161,10 @@ class ZipTree:
         """Every name has its member."""
         return f"{name} is not in the zip"
 
+    def called(self, name: str) -> str:
+        """The name in the zip, which several members may have."""
+        return self._zip.called(name)
+
 
 Captioned = tuple[TreeFile, str | None, Mapping[str, Any]]
 """A picture's file, its caption, and what else its metadata say."""
@@ -163,6 +175,9 @@ class FolderSource:
 
     A metadata file names pictures relative to itself; where they are not next to it they are looked for in
     the zips. Pictures that no metadata file lists take their caption from a text of the same name.
+
+    A zip may have several members of one name. All pictures are read; an earlier one goes with the earlier
+    text or metadata file of its own number, and else with the last.
     """
 
     def __init__(self, path: Path, columns: Columns) -> None:
@@ -172,15 +187,20 @@ class FolderSource:
         self.left_out: set[str] = set()
         self.recoded: Counter[str] = Counter()
         self.total: int | None = 0
+        self.same_name = 0
         self._with_pictures: list[Tree] = []
         for tree in self._trees:
             before = self.total
             for name in tree.names():
-                self.total += is_picture(name)
-                if posixpath.basename(name).lower() in METADATA or name == _only(path):
+                if is_picture(name):
+                    self.total += 1
+                    self.same_name += tree.called(name) != name
+                elif posixpath.basename(tree.called(name)).lower() in METADATA or name == _only(path):
                     self._metadata.append((tree, name))
             if self.total > before:
                 self._with_pictures.append(tree)
+        # Of one name the last goes first: what it lists, an earlier one does not say otherwise.
+        self._metadata.sort(key=lambda one: one[0].called(one[1]) != one[1])
         if not self.total:
             raise InputError(f"no pictures in {path}", allowed=", ".join(sorted(EXTENSIONS)))
 
@@ -190,11 +210,11 @@ class FolderSource:
             yield entry if isinstance(entry, Problem) else _sample(*entry)
 
     def captions(self) -> Iterator[tuple[str, str | None]]:
-        """The same without the pictures: keys and captions; InputError for metadata that cannot be read."""
+        """The same without the pictures: keys and captions; InputError for what of them cannot be read."""
         for entry in self._entries():
             if not isinstance(entry, Problem):
                 yield entry[0].key, entry[1]
-            elif entry.reason == "bad-metadata":
+            elif entry.reason in ("bad-metadata", "bad-caption"):
                 raise InputError(f"{entry.key}: {entry.detail}")
 
     def _entries(self) -> Iterator[Problem | Captioned]:
@@ -208,8 +228,12 @@ class FolderSource:
                 yield from self._listed(tree, name, listed)
         for tree in self._with_pictures:
             for name in tree.names():
-                if is_picture(name) and short_id(tree.label + name) not in listed:
+                if is_picture(name) and self._id(tree, name) not in listed:
                     yield self._unlisted(tree, name)
+
+    def _id(self, tree: Tree, name: str) -> int:
+        """A file's number; a folder and the one zip in it may have the same names."""
+        return short_id(f"{self._trees.index(tree)}/{name}")
 
     def _unlisted(self, tree: Tree, name: str) -> Problem | Captioned:
         """A picture that no metadata file names, with its text file."""
@@ -235,26 +259,34 @@ class FolderSource:
         caption = find_name(self._columns.caption, CAPTION_NAMES, [n for n in names if n != image], "caption")
         if caption is None and names:
             raise no_column("caption", metadata, names)
+        known = listed if tree.called(metadata) != metadata else ()
         for place, entry in chain(first, entries):
             if isinstance(entry, str):
                 yield Problem(place, "bad-metadata", entry)
                 continue
             named = str(entry.pop(str(image), None) or "")
-            found = self._find(tree, posixpath.dirname(metadata), named)
+            found = self._find(tree, metadata, named)
+            is_earlier = tree.called(metadata) != metadata
+            if is_earlier and (found is None or self._id(found.tree, found.name) in known):
+                continue  # the last file of that name holds
             if found is None:
                 yield Problem(named or place, "no-picture", f"{place} names '{named}', which is not there")
                 continue
-            listed.add(short_id(found.key))
+            listed.add(self._id(found.tree, found.name))
             for text in captions_of(entry.pop(str(caption), None)):
                 yield found, text, entry
 
-    def _find(self, own: Tree, folder: str, name: str) -> TreeFile | None:
+    def _find(self, own: Tree, metadata: str, name: str) -> TreeFile | None:
         """The file that a metadata file means; never one outside of the source."""
         if not name or posixpath.isabs(name):
             return None
+        folder, number = posixpath.dirname(metadata), EARLIER.search(metadata)
         plain = posixpath.normpath(name.replace("\\", "/"))
         relative = posixpath.normpath(posixpath.join(folder, plain))
         places = [place for place in dict.fromkeys((relative, plain)) if not place.startswith("../")]
+        if number and own.called(metadata) != metadata:
+            splits = [posixpath.splitext(place) for place in places]
+            places = [*(f"{stem}{number[0]}{ending}" for stem, ending in splits), *places]
         trees = sorted(self._with_pictures, key=lambda tree: tree is not own)
         return next((found for t in trees for place in places if (found := t.find(place)) is not None), None)
 
@@ -288,8 +320,8 @@ def _is_outside(name: str) -> bool:
 
 
 def _caption_beside(tree: Tree, name: str, recoded: Counter[str]) -> str | None:
-    stem = posixpath.splitext(name)[0]
-    for extension in BESIDE:
+    stems = dict.fromkeys(posixpath.splitext(one)[0] for one in (name, tree.called(name)))
+    for stem, extension in product(stems, BESIDE):
         found = tree.find(stem + extension)
         if found is None:
             continue

@@ -52,7 +52,8 @@ class ImportReport:
 
     `recoded` counts texts that were not UTF-8, by the encoding they were read as; `left_out` names columns of
     the source that are neither number, text nor list; `renamed` those whose name the store needs itself;
-    `widened` those whose type had to change for values that came later.
+    `widened` those whose type had to change for values that came later; `same_name` counts pictures of a zip
+    that have the name of a later one.
     """
 
     store: str
@@ -66,6 +67,7 @@ class ImportReport:
     recoded: dict[str, int] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
     widened: dict[str, str] = field(default_factory=dict)
+    same_name: int = 0
     num_rows: int = 0
     wall_s: float = 0.0
     pictures_per_s: float = 0.0
@@ -86,6 +88,10 @@ class ImportReport:
         if self.recoded:
             counts = ", ".join(f"{count:,} as {name}" for name, count in self.recoded.items())
             lines.append(f"texts that are not UTF-8, read {counts}: look whether their letters are right")
+        if self.same_name:
+            lines.append(
+                f"{self.same_name:,} have the name of a later picture in the same zip: called NAME#1, ..."
+            )
         if self.left_out:
             lines.append(f"left out, no number, text or list: {', '.join(self.left_out)}")
         if self.renamed:
@@ -391,6 +397,7 @@ class _Import:
         report.rejected = dict(sorted(self.rejected.items()))
         report.left_out = sorted(self.reader.left_out)
         report.recoded = dict(sorted(self.reader.recoded.items()))
+        report.same_name = self.reader.same_name
         report.renamed, report.widened = self.extras.renamed, self.extras.widened
         report.num_rows, report.wall_s = self.store.num_rows, wall_s
         report.pictures_per_s = self._read / wall_s

@@ -107,6 +107,7 @@ class MdsSource:
         self._root, self._columns = path if path.is_dir() else path.parent, columns
         self.left_out: set[str] = set()
         self.recoded: Counter[str] = Counter()
+        self.same_name = 0
         self._shards = [(folder, shard) for folder in indices_in(path) for shard in _shards(folder)]
         if not self._shards:
             raise InputError(f"no MDS shards in {path}", allowed=f"a folder with an {INDEX}")

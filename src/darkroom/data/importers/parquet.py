@@ -50,6 +50,7 @@ class ParquetSource:
         self._files = [path] if path.is_file() else parquets_in(path)
         self.left_out: set[str] = set()
         self.recoded: Counter[str] = Counter()
+        self.same_name = 0
         self.total: int | None = 0
         if not self._files:
             raise InputError(f"no .parquet file in {path}")

@@ -66,12 +66,14 @@ class Columns:
 class Source(Protocol):
     """A stream of samples in an order that is the same each time.
 
-    `recoded` counts the texts read so far that were not UTF-8, by their encoding.
+    `recoded` counts the texts read so far that were not UTF-8, by their encoding; `same_name` is how many
+    pictures have the name of a later one.
     """
 
     total: int | None
     left_out: set[str]
     recoded: Counter[str]
+    same_name: int
 
     def items(self, finished: Collection[str]) -> Iterator[Item]:
         """Everything in order, but for the parts (see `part_name`) that were finished before."""

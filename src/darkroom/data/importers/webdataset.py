@@ -66,6 +66,7 @@ class WebdatasetSource:
         self._root, self._columns = path, columns
         self.left_out: set[str] = set()
         self.recoded: Counter[str] = Counter()
+        self.same_name = 0
         self._tars = tars_in(path)
         if not self._tars:
             raise InputError(f"no tar in {path}", allowed=", ".join(TARS))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import posixpath
+import re
 import struct
 import zlib
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +30,8 @@ READ_BYTES = 1024**2
 WINDOW_BYTES = 256 * 1024
 UTF8, ENCRYPTED = 0x800, 0x1
 ENCRYPTED_METHOD = -1  # in the index: no archive can say so
+EARLIER = re.compile(r"#(\d{1,9})(?=(\.[^./]*)?$)")
+"""The number in the name of a member that a later one of the same name follows: `a#1.jpg`."""
 
 
 class Member(NamedTuple):
@@ -43,6 +48,9 @@ class Member(NamedTuple):
 
 class ZipReader:
     """The members of a zip archive, in the archive's order or by name, from several threads at once.
+
+    Of several members with one name the last has it, as for every program that unpacks; those before it are
+    called `a#1.jpg`, `a#2.jpg`, ... `num_earlier` is how many those are.
 
     Python's own reader holds about a kilobyte for every member, so a million pictures cost a gigabyte
     before the first is read. Understands zip64, stored and deflated members. InputError for what is no
@@ -98,6 +106,27 @@ class ZipReader:
 
     def members(self) -> Iterator[Member]:
         """All files, in the archive's order."""
+        if not self.num_earlier:
+            yield from self._members()
+            return
+        seen: Counter[int] = Counter()
+        for member in self._members():
+            if (count := self._count(hashed := short_id(member.name))) > 1:
+                seen[hashed] += 1
+                if seen[hashed] < count:
+                    stem, ending = posixpath.splitext(member.name)
+                    member = member._replace(name=f"{stem}#{seen[hashed]}{ending}")
+            yield member
+
+    def called(self, name: str) -> str:
+        """What the archive calls a member that goes by a name with a number."""
+        plain = EARLIER.sub("", name)
+        return plain if plain != name and self._count(short_id(plain)) > 1 else name
+
+    def _count(self, hashed: int) -> int:
+        return bisect_right(self._hashes, hashed) - bisect_left(self._hashes, hashed)
+
+    def _members(self) -> Iterator[Member]:
         buffer, at, read = b"", 0, 0
         while True:
             if len(buffer) - at < 4 * 65_536 and read < self._length:
@@ -130,7 +159,7 @@ class ZipReader:
     def _index(self) -> None:
         """Note each name's hash and where its entry can be read from, sorted by the hash."""
         columns = [array(code) for code in "QQQQIi"]
-        for member in self.members():
+        for member in self._members():
             numbers = (
                 short_id(member.name), member.offset, member.packed, member.size, member.crc,
                 ENCRYPTED_METHOD if member.encrypted else member.method,
@@ -142,13 +171,19 @@ class ZipReader:
             sorted_ = np.frombuffer(column, column.typecode)[order] if column else np.zeros(0)
             column[:] = array(column.typecode, sorted_.tobytes())
         self._hashes, *self._fields = columns
+        hashes = np.frombuffer(self._hashes, np.uint64) if self._hashes else np.zeros(0)
+        self.num_earlier = int((hashes[1:] == hashes[:-1]).sum())
 
     def find(self, name: str) -> Member | None:
         """A member by its name."""
-        wanted = short_id(name)
-        at = bisect_left(self._hashes, wanted)
-        if at >= len(self._hashes) or self._hashes[at] != wanted:
-            return None
+        at = bisect_right(self._hashes, wanted := short_id(name)) - 1  # the last of that name
+        if at < 0 or self._hashes[at] != wanted:
+            number = EARLIER.search(name)
+            if number is None or (plain := self.called(name)) == name:
+                return None
+            at = bisect_left(self._hashes, wanted := short_id(plain)) + int(number[1]) - 1
+            if int(number[1]) < 1 or int(number[1]) >= self._count(wanted):
+                return None
         offset, packed, size, crc, method = (column[at] for column in self._fields)
         return Member(name, method, method == ENCRYPTED_METHOD, crc, packed, size, offset)
 

@@ -63,10 +63,13 @@ async def all_made(
     key, jobs = caller(request), []
     repeatable = [] if ids else repeatable_ids(request, len(wanted))
     ids = ids or repeatable
+    several = len(wanted) > 1
+    if several:
+        await core.check_together(wanted, key=key, ids=ids)
     try:
         for i, one in enumerate(wanted):
             job_id = ids[i] if ids else None
-            jobs.append(await core.submit(one, key=key, uploads=uploads, job_id=job_id))
+            jobs.append(await core.submit(one, key=key, uploads=uploads, job_id=job_id, counted=several))
         return await _all_finished(core, request, jobs)
     except BaseException:
         if repeatable:

@@ -105,7 +105,6 @@ def open_model(
     device = models.device(settings.device)
     precision, why = models.choose_precision(settings.precision, device)
     options.check_pair(settings.backend, precision, device.type)
-    LOG.info("precision %s: %s", precision, why)
     model = models.load(
         settings.model,
         dtype=models.precision(precision),
@@ -119,6 +118,7 @@ def open_model(
     model = backend.model or model  # where optimisations changed it, a look-alike does the work
     _name_hash(model)
     first_job(model, backend)  # refuses what cannot be
+    LOG.info("precision %s: %s", precision, why)
     per_row = row_bytes(model, backend)
     lanes = _lanes(settings, backend, optimise, per_row)
     capacity = settings.capacity or rows_for_memory(backend, per_row, lanes, free)

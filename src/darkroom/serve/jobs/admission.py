@@ -87,10 +87,11 @@ def check_job_id(job_id: str) -> None:
 def check_limits(request: PictureRequest, limits: Limits, key: str = ANONYMOUS) -> None:
     """422 naming the field that is over a bound, and the bound."""
     of_key = limits.of_key(key)
+    at_once = min(limits.pictures, most_at_once(limits, key))
     bounds = (
         ("prompt", len(request.prompt), limits.prompt_chars, "characters"),
         ("negative", len(request.negative or ""), limits.prompt_chars, "characters"),
-        ("num", request.num, min(limits.pictures, limits.queue, of_key.queue or limits.queue), "pictures"),
+        ("num", request.num, min(at_once, of_key.pictures_per_day or at_once), "pictures"),
         ("steps", request.steps or 0, limits.steps, "steps"),
         ("guidance", request.guidance or 0, limits.guidance, ""),
         ("width", request.width or 0, limits.side_pixels, "pixels"),
@@ -111,6 +112,11 @@ def check_limits(request: PictureRequest, limits: Limits, key: str = ANONYMOUS) 
                 f"adapters: weights of -{limits.adapter_weight:g} to {limits.adapter_weight:g}",
                 param="adapters",
             )
+
+
+def most_at_once(limits: Limits, key: str) -> int:
+    """Pictures of a key that fit into an empty queue."""
+    return min(limits.queue, limits.of_key(key).queue or limits.queue)
 
 
 def with_tags_read(request: PictureRequest) -> PictureRequest:
@@ -292,22 +298,26 @@ class Rates:
         self._usual, self._by_key = per_minute, by_key or {}
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def take(self, key: str, now_s: float | None = None) -> None:
-        """Take one; 429 with when the next is there."""
+    def take(self, key: str, now_s: float | None = None, num: int = 1) -> None:
+        """Take one, or several that are of use only together; 429 with when they are there.
+
+        More than ever lie ready are lent, and the key waits for them afterwards.
+        """
         now = time.monotonic() if now_s is None else now_s
         per_s = self._by_key.get(key, self._usual) / 60
         most = max(1.0, per_s * 10)
         left, at = self._buckets.pop(key, (most, now))
         left = min(most, left + (now - at) * per_s)
-        self._buckets[key] = (left - 1 if left >= 1 else left, now)
+        needed = min(num, most)
+        self._buckets[key] = (left - num if left >= needed else left, now)
         while len(self._buckets) > MOST_KEYS:
             self._buckets.popitem(last=False)
-        if left < 1:
+        if left < needed:
             raise Refused(
                 429,
                 "rate_limited",
                 f"at most {per_s * 60:g} jobs a minute{owner(key)}",
-                retry_after_s=(1 - left) / per_s,
+                retry_after_s=(needed - left) / per_s,
             )
 
 
@@ -499,8 +509,12 @@ class Intake:
         self._reserved: Counter[str] = Counter()
         self._line: list[Reservation] = []
 
+    def check_rate(self, key: str, jobs: int = 1) -> None:
+        """429 where the key comes too often."""
+        self._rates.take(key, num=jobs)
+
     def check_room(self, pool: ModelPool, key: str, num: int, others: Counter[str] | None = None) -> None:
-        """429 where the queue is full or the key comes too often; `others` wait for any server, by key."""
+        """429 where the queue is full; `others` wait for any server, by key."""
         others = others or Counter()
         waiting = pool.waiting() + self._reserved.total() + others.total()
         mine = pool.waiting(key) + self._reserved[key] + others[key]
@@ -513,7 +527,6 @@ class Intake:
                 self._promise(Reservation(time.monotonic() + after_s, key, num, 0.0))
                 message = f"{there} pictures wait already{owner(key) if whose else ''}"
                 raise Refused(429, "queue_full", message, retry_after_s=after_s)
-        self._rates.take(key)
 
     def check_work(self, pool: ModelPool, key: str, num: int, cost: float) -> None:
         """429 where the work that waits would take too long with this job's `cost` on top; alone it may."""

@@ -7,7 +7,8 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -240,16 +241,51 @@ class Core:
         key: str,
         job_id: str | None = None,
         uploads: Uploads | None = None,
+        counted: bool = False,
     ) -> Job:
         """Accept a job for good: from here on it survives the process. `Refused` where it is not served.
 
-        The same id with the same body gives the job that there is; with another body it is a conflict.
+        The same id with the same body gives the job that there is; with another body it is a conflict. With
+        `counted` it is one of those that `check_together` let in.
         """
         # A client that leaves meanwhile must not leave a job accepted in the store that nobody works on.
-        return await asyncio.shield(self._loop.spawn(self._submit(request, key, job_id, uploads)))
+        return await asyncio.shield(self._loop.spawn(self._submit(request, key, job_id, uploads, counted)))
+
+    async def check_together(
+        self, wanted: Sequence[PictureRequest], *, key: str, ids: Sequence[str] = ()
+    ) -> None:
+        """Whether there is room for several jobs that are of use only together, before the first is accepted.
+
+        One by one, the last would be refused with when it alone fits, the others cancelled, and all of them
+        counted against the key's quota, at each try anew.
+        """
+        there = [await self._there(key, one) is not None for one in ids] or [False] * len(wanted)
+        new = [request for request, known in zip(wanted, there, strict=True) if not known]
+        num = sum(request.num for request in new)
+        if not num:
+            return
+        self._check_open()
+        per_day = self.limits.of_key(key).pictures_per_day
+        most = admission.most_at_once(self.limits, key)
+        most = min(most, per_day or most)
+        if num > most:
+            raise Refused(422, "over_limit", f"at most {most} pictures in one request, not {num}")
+        if per_day is not None and (used := await self.used_today(key)) + num > per_day:
+            raise admission.over_quota(OverQuota(per_day, used), key)
+        self._intake.check_room(self.pool, key, num, self._backlog())
+        self._intake.check_rate(key, len(new))
+
+    def _backlog(self) -> Counter[str] | None:
+        """Pictures that wait for any server, by key."""
+        return None if self.sharing is None else self.sharing.backlog.pictures
 
     async def _submit(
-        self, request: PictureRequest, key: str, job_id: str | None, uploads: Uploads | None
+        self,
+        request: PictureRequest,
+        key: str,
+        job_id: str | None,
+        uploads: Uploads | None,
+        counted: bool,
     ) -> Job:
         request, chosen = self._with_model(request)
         if uploads is None:
@@ -264,8 +300,9 @@ class Core:
         request = admission.with_tags_read(request)
         admission.check_limits(request, self.limits, key)
         self._check_adapters(request)
-        others = None if self.sharing is None else self.sharing.backlog.pictures
-        self._intake.check_room(self.pool, key, request.num, others)
+        self._intake.check_room(self.pool, key, request.num, self._backlog())
+        if not counted:
+            self._intake.check_rate(key)
         uid = uuid.uuid4().hex
         with self._intake.reserved(key, request.num):
             shape = await self._shape(request, uploads)
