@@ -14,7 +14,7 @@ from PIL import Image, PngImagePlugin
 
 from darkroom import options
 from darkroom.serve.page import PATHS
-from serve.browser import ENTER, ESCAPE, Browser
+from serve.browser import ENTER, ESCAPE
 from serve.conftest import Server
 from serve.studio import DONE, expose, reopened, sheet
 

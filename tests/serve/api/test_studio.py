@@ -6,7 +6,6 @@ import base64
 import io
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
