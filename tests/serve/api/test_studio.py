@@ -47,7 +47,8 @@ def picture_of(page: Browser, expression: str) -> Image.Image:
     """A picture that the page has an address of: its pixels."""
     told = page.js(
         f"(async () => {{ const i = new Image(); i.src = {expression}; await i.decode();"
-        "const c = new OffscreenCanvas(i.naturalWidth, i.naturalHeight); c.getContext('2d').drawImage(i, 0, 0);"
+        "const c = new OffscreenCanvas(i.naturalWidth, i.naturalHeight);"
+        "c.getContext('2d').drawImage(i, 0, 0);"
         "const b = await (await c.convertToBlob()).arrayBuffer(); return Array.from(new Uint8Array(b)); })()"
     )
     return Image.open(io.BytesIO(bytes(told)))
