@@ -149,35 +149,7 @@ def kserve_router(core: Core) -> APIRouter:
         inference_header_content_length: Annotated[str | None, Header(max_length=20)] = None,
     ) -> dict[str, Any]:
         """Pictures of the prompts in the tensor `prompt`."""
-        core.card(name)
-        if inference_header_content_length is not None:
-            raise Refused(415, "binary", "tensors in the JSON only, not in a binary part")
-        kind = _format(body)
-        controls = controls_of(body.parameters.pop("controls", []))
-        wanted = [
-            one.model_copy(update={"controls": choices(controls), "model": name})
-            for one in _requests_of(body, core.limits.pictures)
-        ]
-        jobs = await all_made(core, request, wanted, uploads=await with_controls(controls))
-        pngs = await pngs_of(core, jobs)
-        marks = core.provenance
-        pictures = await asyncio.to_thread(
-            lambda: [encoded(converted(png, kind, provenance=marks)) for png in pngs]
-        )
-        output = {
-            "name": "image",
-            "datatype": "BYTES",
-            "shape": [len(pictures)],
-            "parameters": {"content_type": MEDIA_TYPES[kind], "encoding": "base64"},
-            "data": pictures,
-        }
-        answer = {
-            "model_name": name,
-            "model_version": VERSION,
-            "outputs": [output],
-            "parameters": {"seeds": _seeds(jobs)},
-        }
-        return answer if body.id is None else {"id": body.id, **answer}
+        return await _inferred(core, name, body, request, inference_header_content_length is not None)
 
     @router.post("/models/{name}/versions/{version}/infer")
     async def infer_version(
@@ -192,6 +164,41 @@ def kserve_router(core: Core) -> APIRouter:
         return await infer(name, body, request, inference_header_content_length)
 
     return router
+
+
+async def _inferred(
+    core: Core, name: str, body: InferRequest, request: Request, binary: bool
+) -> dict[str, Any]:
+    """The answer of `infer`."""
+    core.card(name)
+    if binary:
+        raise Refused(415, "binary", "tensors in the JSON only, not in a binary part")
+    kind = _format(body)
+    controls = controls_of(body.parameters.pop("controls", []))
+    wanted = [
+        one.model_copy(update={"controls": choices(controls), "model": name})
+        for one in _requests_of(body, core.limits.pictures)
+    ]
+    jobs = await all_made(core, request, wanted, uploads=await with_controls(controls))
+    pngs = await pngs_of(core, jobs)
+    marks = core.provenance
+    pictures = await asyncio.to_thread(
+        lambda: [encoded(converted(png, kind, provenance=marks)) for png in pngs]
+    )
+    output = {
+        "name": "image",
+        "datatype": "BYTES",
+        "shape": [len(pictures)],
+        "parameters": {"content_type": MEDIA_TYPES[kind], "encoding": "base64"},
+        "data": pictures,
+    }
+    answer = {
+        "model_name": name,
+        "model_version": VERSION,
+        "outputs": [output],
+        "parameters": {"seeds": _seeds(jobs)},
+    }
+    return answer if body.id is None else {"id": body.id, **answer}
 
 
 def _seeds(jobs: Any) -> list[int]:
