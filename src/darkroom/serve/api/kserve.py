@@ -85,32 +85,7 @@ def kserve_router(core: Core) -> APIRouter:
     route = route_in(core, lambda refused: {"error": refused.message, "code": refused.code})
     router = APIRouter(prefix="/v2", tags=["kserve"], route_class=route)
 
-    @router.get("")
-    async def server() -> dict[str, Any]:
-        """What this server is."""
-        return {"name": "darkroom", "version": darkroom.__version__, "extensions": ["model_repository"]}
-
-    @router.post("/repository/index")
-    async def index() -> list[dict[str, str]]:
-        """The models, as Triton's model repository lists them: a released one is loaded when asked for."""
-        _check_ready(core)
-        return [
-            {"name": one["name"], "version": VERSION, "state": "READY", "reason": one["state"]}
-            for one in core.status().models
-        ]
-
-    @router.get("/health/live")
-    async def live() -> dict[str, bool]:
-        """The process answers. 503 where only a restart helps."""
-        if (trouble := core.pool.trouble) is not None:
-            raise Refused(503, "broken", trouble)
-        return {"live": True}
-
-    @router.get("/health/ready")
-    async def ready() -> dict[str, bool]:
-        """Whether new requests are taken."""
-        _check_ready(core)
-        return {"ready": True}
+    _add_server_routes(router, core)
 
     @router.get("/models/{name}")
     async def model(name: Name) -> dict[str, Any]:
@@ -164,6 +139,37 @@ def kserve_router(core: Core) -> APIRouter:
         return await infer(name, body, request, inference_header_content_length)
 
     return router
+
+
+def _add_server_routes(router: APIRouter, core: Core) -> None:
+    """The server itself, its health, and its models."""
+
+    @router.get("")
+    async def server() -> dict[str, Any]:
+        """What this server is."""
+        return {"name": "darkroom", "version": darkroom.__version__, "extensions": ["model_repository"]}
+
+    @router.post("/repository/index")
+    async def index() -> list[dict[str, str]]:
+        """The models, as Triton's model repository lists them: a released one is loaded when asked for."""
+        _check_ready(core)
+        return [
+            {"name": one["name"], "version": VERSION, "state": "READY", "reason": one["state"]}
+            for one in core.status().models
+        ]
+
+    @router.get("/health/live")
+    async def live() -> dict[str, bool]:
+        """The process answers. 503 where only a restart helps."""
+        if (trouble := core.pool.trouble) is not None:
+            raise Refused(503, "broken", trouble)
+        return {"live": True}
+
+    @router.get("/health/ready")
+    async def ready() -> dict[str, bool]:
+        """Whether new requests are taken."""
+        _check_ready(core)
+        return {"ready": True}
 
 
 async def _inferred(
