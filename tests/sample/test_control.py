@@ -359,3 +359,19 @@ def test_canny_finds_the_edges(tiny: Model, tmp_path: Path) -> None:
     columns = np.asarray(MAPS["canny"](half)).any(axis=(0, 2)).nonzero()[0]
     assert set(columns) <= {15, 16}
     assert len(columns) == 1
+
+
+@pytest.mark.parametrize("size", [(7, 64), (64, 48)])
+def test_scribble_draws_the_lines_that_opencv_would(size: tuple[int, int]) -> None:
+    """A1111's `scribble_xdog`, in numbers that do not wrap around."""
+    import cv2
+
+    from darkroom.sample.control import MAPS
+
+    values = np.random.default_rng(3).integers(0, 256, (size[1] // 4 + 1, size[0] // 4 + 1, 3), np.uint8)
+    image = Image.fromarray(values).resize(size, Image.Resampling.NEAREST)
+    fine, coarse = (cv2.GaussianBlur(np.asarray(image, np.float32), (0, 0), sigma) for sigma in (0.5, 5.0))
+    expected = 2 * (coarse - fine).min(axis=2) > 32
+    made = np.asarray(MAPS["scribble"](image)) > 0
+    assert 0.02 < expected.mean() < 0.98
+    assert (made == expected[..., None]).mean() > 0.999

@@ -44,10 +44,21 @@ def newest(server: Server) -> dict[str, Any]:
 
 
 def picture_of(page: Browser, expression: str) -> Image.Image:
-    """A picture that the page has an address of."""
+    """A picture that the page has an address of: its pixels."""
     told = page.js(
-        f"fetch({expression}).then(r => r.blob()).then(b => b.arrayBuffer())"
-        ".then(b => Array.from(new Uint8Array(b)))"
+        f"(async () => {{ const i = new Image(); i.src = {expression}; await i.decode();"
+        "const c = new OffscreenCanvas(i.naturalWidth, i.naturalHeight);"
+        "c.getContext('2d').drawImage(i, 0, 0);"
+        "const b = await (await c.convertToBlob()).arrayBuffer(); return Array.from(new Uint8Array(b)); })()"
+    )
+    return Image.open(io.BytesIO(bytes(told)))
+
+
+def newest_kept(page: Browser) -> Image.Image:
+    """The file of the newest picture of the gallery."""
+    told = page.js(
+        "import('/page/keep.js').then(keep => keep.all()).then(all => all[0].blob.arrayBuffer())"
+        ".then(bytes => Array.from(new Uint8Array(bytes)))"
     )
     return Image.open(io.BytesIO(bytes(told)))
 
@@ -77,7 +88,7 @@ def test_another_model_draws_and_a_picture_brings_its_own_back(page, server):
 def test_a_net_shows_the_map_that_it_is_given(page, server, tmp_path):
     steering(3).save(tmp_path / "guide.png")
     page.set("#control-add", "edges")
-    page.until("document.querySelector('#control-list li')")
+    page.until("!!document.querySelector('#control-list li')")
     page.click("#generate")
     page.until("document.querySelector('#problem').textContent.includes('edges has no picture')")
     page.drop(tmp_path / "guide.png", ".control-pictures")
@@ -212,7 +223,8 @@ def test_a_picture_is_compared_and_upscaled(page, server):
     page.click("#upscale-go")
     page.until("document.querySelectorAll('#sheet li').length === 3")
     page.until("document.querySelector('#viewer-facts').textContent.includes('2 times by 4x_soft')")
-    made = picture_of(page, "document.querySelector('#viewer-image').src")
+    assert picture_of(page, "document.querySelector('#viewer-image').src").size == (64, 64)
+    made = newest_kept(page)
     assert made.size == (64, 64)
     assert json.loads(made.info["darkroom"])["prompt"] == "compared"
 
@@ -301,7 +313,7 @@ def test_the_routes_are_tried_with_a_form_and_say_their_keys(page, server):
     page.click(".route:not([hidden]) summary")
     page.write(".route[open]:not([hidden]) textarea", json.dumps({"image": _png(), "map": "invert"}))
     page.click(".route[open]:not([hidden]) .primary")
-    page.until("document.querySelector('.route[open] .answer img')")
+    page.until("!!document.querySelector('.route[open] .answer img')")
 
 
 def _png() -> str:
@@ -332,7 +344,7 @@ def test_every_state_has_names_and_fits_a_phone(page, server, tmp_path):
     page.js("document.querySelectorAll('details').forEach(e => { e.open = true; })")
     page.set("#control-add", "edges")
     page.drop(tmp_path / "guide.png", ".control-pictures")
-    page.until("document.querySelector('img.control-map')")
+    page.until("!!document.querySelector('img.control-map')")
     fits("form")
     page.click("#history-open")
     fits("history")

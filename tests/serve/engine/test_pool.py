@@ -6,6 +6,7 @@ import asyncio
 import base64
 import gc
 import io
+import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import warm
 from darkroom import models, sample
@@ -346,10 +348,6 @@ def test_one_model_has_the_metrics_and_digests_that_it_had(run_core):
 def test_a_server_does_not_begin_with_a_model_that_it_cannot_serve(
     run_core, model_folder, other_folder, tmp_path, settings, said, monkeypatch
 ):
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
     monkeypatch.chdir(tmp_path)
     for name in ("twin/small", "damaged", "no-json", "lacking"):
         shutil.copytree(model_folder, tmp_path / name)
@@ -401,3 +399,35 @@ def test_a_choice_of_model_is_each_keys_own_and_survives(tmp_path):
     chosen.choose("ann", "other")
     again = ChosenModels(tmp_path / "chosen.json")
     assert (again.of("ann"), again.of("bob")) == ("other", None)
+
+
+def test_what_only_the_loaded_model_can_tell_ends_the_job_then(run_core, other_folder):
+    large = REQUEST.model_copy(update={"width": 256, "height": 256})
+
+    async def scenario(core: Core) -> Any:
+        with pytest.raises(Refused) as refused:
+            await core.submit(large, key="a")
+        job = await core.submit(large.model_copy(update={"model": "other"}), key="a", job_id="j")
+        over = await core.finished(job.id, key="a")
+        return refused.value.code, over.state, over.error
+
+    code, state, error = run_core(scenario, more_models=(str(other_folder),))
+    assert (code, state, error["code"]) == ("over_limit", "failed", "over_limit")
+    assert "too large" in error["message"]
+
+
+def test_a_model_that_cannot_be_loaded_fails_its_jobs_and_no_others(run_core, other_folder, lone, tmp_path):
+    shutil.copytree(other_folder, tmp_path / "other")
+    weights = tmp_path / "other" / "unet" / "diffusion_pytorch_model.safetensors"
+
+    async def scenario(core: Core) -> Any:
+        weights.rename(tmp_path / "away")
+        b = REQUEST.model_copy(update={"model": "other"})
+        failed = await core.finished((await core.submit(b, key="a", job_id="b0")).id, key="a")
+        a = await drawn(core, (await core.submit(REQUEST, key="a")).id)
+        (tmp_path / "away").rename(weights)
+        return failed, a, await drawn(core, (await core.submit(b, key="a", job_id="b1")).id)
+
+    failed, a, b = run_core(scenario, more_models=(str(tmp_path / "other"),))
+    assert (failed.state, failed.error["message"][:33]) == ("failed", "model 'other' cannot be loaded: t")
+    check({"small": a, "other": b}, lone)

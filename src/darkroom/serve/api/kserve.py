@@ -45,6 +45,7 @@ TENSORS = {
 """Names of tensors and parameters: the field each is, and the start of its datatype."""
 VERSION = "1"
 Name = Annotated[str, Path(max_length=500)]
+Version = Annotated[str, Path(max_length=20)]
 
 
 class Tensor(BaseModel):
@@ -84,6 +85,65 @@ def kserve_router(core: Core) -> APIRouter:
     route = route_in(core, lambda refused: {"error": refused.message, "code": refused.code})
     router = APIRouter(prefix="/v2", tags=["kserve"], route_class=route)
 
+    _add_server_routes(router, core)
+
+    @router.get("/models/{name}")
+    async def model(name: Name) -> dict[str, Any]:
+        """A model's tensors."""
+        core.card(name)
+        types = {"BYTES": "BYTES", "INT": "INT64", "FP": "FP32"}
+        inputs = [{"name": one, "datatype": types[kind], "shape": [-1]} for one, (_, kind) in TENSORS.items()]
+        outputs = [{"name": "image", "datatype": "BYTES", "shape": [-1]}]
+        told = {"name": name, "versions": [VERSION], "platform": "darkroom"}
+        return {**told, "inputs": inputs, "outputs": outputs}
+
+    @router.get("/models/{name}/versions/{version}")
+    async def model_version(name: Name, version: Version) -> dict[str, Any]:
+        """The same of a version."""
+        _check_version(version)
+        return await model(name)
+
+    @router.get("/models/{name}/ready")
+    async def model_ready(name: Name) -> dict[str, Any]:
+        """Whether the model takes requests; one that is not loaded is, once asked for."""
+        core.card(name)
+        _check_ready(core)
+        return {"name": name, "ready": True}
+
+    @router.get("/models/{name}/versions/{version}/ready")
+    async def model_version_ready(name: Name, version: Version) -> dict[str, Any]:
+        """The same of a version."""
+        _check_version(version)
+        return await model_ready(name)
+
+    @router.post("/models/{name}/infer")
+    async def infer(
+        name: Name,
+        body: InferRequest,
+        request: Request,
+        inference_header_content_length: Annotated[str | None, Header(max_length=20)] = None,
+    ) -> dict[str, Any]:
+        """Pictures of the prompts in the tensor `prompt`."""
+        return await _inferred(core, name, body, request, inference_header_content_length is not None)
+
+    @router.post("/models/{name}/versions/{version}/infer")
+    async def infer_version(
+        name: Name,
+        version: Version,
+        body: InferRequest,
+        request: Request,
+        inference_header_content_length: Annotated[str | None, Header(max_length=20)] = None,
+    ) -> dict[str, Any]:
+        """The same by a version."""
+        _check_version(version)
+        return await infer(name, body, request, inference_header_content_length)
+
+    return router
+
+
+def _add_server_routes(router: APIRouter, core: Core) -> None:
+    """The server itself, its health, and its models."""
+
     @router.get("")
     async def server() -> dict[str, Any]:
         """What this server is."""
@@ -111,65 +171,40 @@ def kserve_router(core: Core) -> APIRouter:
         _check_ready(core)
         return {"ready": True}
 
-    @router.get("/models/{name}/versions/{version}")
-    @router.get("/models/{name}")
-    async def model(name: Name, request: Request) -> dict[str, Any]:
-        """A model's tensors."""
-        _check_name(core, name, request)
-        types = {"BYTES": "BYTES", "INT": "INT64", "FP": "FP32"}
-        inputs = [{"name": one, "datatype": types[kind], "shape": [-1]} for one, (_, kind) in TENSORS.items()]
-        outputs = [{"name": "image", "datatype": "BYTES", "shape": [-1]}]
-        told = {"name": name, "versions": [VERSION], "platform": "darkroom"}
-        return {**told, "inputs": inputs, "outputs": outputs}
 
-    @router.get("/models/{name}/versions/{version}/ready")
-    @router.get("/models/{name}/ready")
-    async def model_ready(name: Name, request: Request) -> dict[str, Any]:
-        """Whether the model takes requests; one that is not loaded is, once asked for."""
-        _check_name(core, name, request)
-        _check_ready(core)
-        return {"name": name, "ready": True}
-
-    @router.post("/models/{name}/versions/{version}/infer")
-    @router.post("/models/{name}/infer")
-    async def infer(
-        name: Name,
-        body: InferRequest,
-        request: Request,
-        inference_header_content_length: Annotated[str | None, Header(max_length=20)] = None,
-    ) -> dict[str, Any]:
-        """Pictures of the prompts in the tensor `prompt`."""
-        _check_name(core, name, request)
-        if inference_header_content_length is not None:
-            raise Refused(415, "binary", "tensors in the JSON only, not in a binary part")
-        kind = _format(body)
-        controls = controls_of(body.parameters.pop("controls", []))
-        wanted = [
-            one.model_copy(update={"controls": choices(controls), "model": name})
-            for one in _requests_of(body, core.limits.pictures)
-        ]
-        jobs = await all_made(core, request, wanted, uploads=await with_controls(controls))
-        pngs = await pngs_of(core, jobs)
-        marks = core.provenance
-        pictures = await asyncio.to_thread(
-            lambda: [encoded(converted(png, kind, provenance=marks)) for png in pngs]
-        )
-        output = {
-            "name": "image",
-            "datatype": "BYTES",
-            "shape": [len(pictures)],
-            "parameters": {"content_type": MEDIA_TYPES[kind], "encoding": "base64"},
-            "data": pictures,
-        }
-        answer = {
-            "model_name": name,
-            "model_version": VERSION,
-            "outputs": [output],
-            "parameters": {"seeds": _seeds(jobs)},
-        }
-        return answer if body.id is None else {"id": body.id, **answer}
-
-    return router
+async def _inferred(
+    core: Core, name: str, body: InferRequest, request: Request, binary: bool
+) -> dict[str, Any]:
+    """The answer of `infer`."""
+    core.card(name)
+    if binary:
+        raise Refused(415, "binary", "tensors in the JSON only, not in a binary part")
+    kind = _format(body)
+    controls = controls_of(body.parameters.pop("controls", []))
+    wanted = [
+        one.model_copy(update={"controls": choices(controls), "model": name})
+        for one in _requests_of(body, core.limits.pictures)
+    ]
+    jobs = await all_made(core, request, wanted, uploads=await with_controls(controls))
+    pngs = await pngs_of(core, jobs)
+    marks = core.provenance
+    pictures = await asyncio.to_thread(
+        lambda: [encoded(converted(png, kind, provenance=marks)) for png in pngs]
+    )
+    output = {
+        "name": "image",
+        "datatype": "BYTES",
+        "shape": [len(pictures)],
+        "parameters": {"content_type": MEDIA_TYPES[kind], "encoding": "base64"},
+        "data": pictures,
+    }
+    answer = {
+        "model_name": name,
+        "model_version": VERSION,
+        "outputs": [output],
+        "parameters": {"seeds": _seeds(jobs)},
+    }
+    return answer if body.id is None else {"id": body.id, **answer}
 
 
 def _seeds(jobs: Any) -> list[int]:
@@ -182,12 +217,10 @@ def _check_ready(core: Core) -> None:
         raise Refused(503, trouble[0], trouble[1], retry_after_s=5)
 
 
-def _check_name(core: Core, name: str, request: Request) -> None:
-    """404 for a model, or a version in the path, that is not here."""
-    core.card(name)
-    if request.path_params.get("version", VERSION) != VERSION:
-        told = f"version: model '{name}' has version {VERSION} alone"
-        raise Refused(404, "model_not_found", told, param="version")
+def _check_version(given: str) -> None:
+    """404 for a version that no model has."""
+    if given != VERSION:
+        raise Refused(404, "model_not_found", f"version: each has {VERSION} alone", param="version")
 
 
 def _format(body: InferRequest) -> str:

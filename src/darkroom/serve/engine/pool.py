@@ -15,6 +15,7 @@ import gc
 import itertools
 import logging
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,6 +47,8 @@ MODEL_SHARE = 0.5
 """What models may take of the memory that is free at the start, unless told otherwise."""
 CLOSE_S = 60.0
 """So long a released engine's last step is waited for, and then again."""
+TRIES, TRY_S = 6, 0.05
+"""How often, and first how soon, a released model's memory is collected before the next is loaded."""
 MIB = 2**20
 
 
@@ -421,8 +424,15 @@ class ModelPool:
         assert served.outline is not None
         served.outline.digest = opened.model.digest
         await self._beside("releasing", served, _close, opened)
+        weights = weakref.ref(opened.model)
         del opened
-        await self._beside("releasing", served, _collect)
+        for i in range(TRIES):  # who was told of its last job a moment ago may still hold that
+            await self._beside("releasing", served, _collect)
+            if weights() is None:
+                break
+            await asyncio.sleep(TRY_S * 2**i)
+        else:
+            LOG.warning("model '%s' is released, and its memory is still in use", served.name)
         LOG.info("model '%s' released", served.name)
         self._metrics.model_releases.labels(served.name).inc()
 

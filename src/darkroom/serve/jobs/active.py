@@ -155,6 +155,7 @@ class Lives:
         self._by_id.pop((live.record.key, live.record.id), None)
         if live.deadline is not None:
             live.deadline.cancel()
+        self._places = 0.0, {}  # with its tickets, which have hold of the model
         self.forgotten(live.work)
         live.ended.set()
         self._loop.tick()

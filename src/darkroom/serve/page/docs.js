@@ -59,7 +59,6 @@ class Route {
   fill() {
     const { told } = this;
     this.form = make("form", { className: "route-form" });
-    if (told.description) this.form.append(make("p", {}, told.description));
     if (told.security && !told.security.length) this.form.append(make("p", { className: "small" }, "Needs no key."));
     for (const parameter of told.parameters ?? []) this.form.append(this.parameter(parameter));
     this.addBody(told.requestBody);

@@ -59,7 +59,7 @@ export class Painter {
   tell() {
     $("brush-told").textContent = `${$("brush").value} %`;
     $("mask-blur-told").textContent = `${$("mask-blur").value} px`;
-    $("mask-zoom-told").textContent = `${Number($("mask-zoom").value)} times`;
+    $("mask-zoom-told").textContent = `\u00d7 ${Number($("mask-zoom").value)}`;
     $("mask-undo").disabled = !this.before.length;
     this.zoom(Number($("mask-zoom").value));
   }
@@ -72,7 +72,7 @@ export class Painter {
     const middle = [(stage.scrollLeft + stage.clientWidth / 2) / (stage.scrollWidth || 1), (stage.scrollTop + stage.clientHeight / 2) / (stage.scrollHeight || 1)];
     $("mask-zoom").value = times;
     this.scale = Math.max(0.05, fits) * Number($("mask-zoom").value);
-    $("mask-zoom-told").textContent = `${Number($("mask-zoom").value)} times`;
+    $("mask-zoom-told").textContent = `\u00d7 ${Number($("mask-zoom").value)}`;
     this.canvas.style.width = `${Math.round(width * this.scale)}px`;
     this.canvas.style.height = `${Math.round(height * this.scale)}px`;
     stage.scrollLeft = middle[0] * stage.scrollWidth - stage.clientWidth / 2;
