@@ -39,6 +39,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "README.md": "index.md",
+    "contrib/comfyui/README.md": "comfyui.md",
     "benchmarks/README.md": "benchmarks/index.md",
     "benchmarks/emoji/README.md": "benchmarks/emoji.md",
     "benchmarks/finetune/README.md": "benchmarks/finetune.md",

@@ -123,7 +123,7 @@ class Control:
 
     @classmethod
     def parsed(cls, text: str, image_encoder: Path | None = None) -> Control:
-        """From the command line: NET=PICTURE[:WEIGHT][,start=S][,end=E][,map=MAP][,mask=FILE][,guess]."""
+        """From the command line: `NET=PICTURE[:WEIGHT][,start=S][,end=E][,map=MAP][,mask=FILE][,guess]`."""
         form = (
             "NET=PICTURE[:WEIGHT][,start=0.1][,end=0.8][,map=canny][,mask=FILE][,guess], NET a folder or file"
         )

@@ -414,6 +414,22 @@ def test_works_that_are_to_be_alone_share_no_step(small, suspects):
     assert max(together) == 4 - suspects if suspects else max(together) > 2
 
 
+def test_a_work_that_is_to_be_alone_passes_those_that_wait(small):
+    """Behind another of its key and size neither would begin, and the engine would stand still."""
+    steps = threading.Semaphore(0)
+    requests = [PictureRequest(prompt="a horse", seed=i, steps=2, width=64, height=64) for i in range(3)]
+    with Running(small, unet=released_by(steps), lanes=1, capacity=1) as running:
+        running.work("first", requests[0])
+        while not running.engine.rows():
+            time.sleep(0.002)
+        running.work("second", requests[1])
+        shape = shape_of(small, requests[2])
+        running.engine.submit(EngineJob("alone", "key", requests[2], shape, running.waiting, alone=True))
+        steps.release(20)
+        running.waiting.wait(3, timeout_s=30)
+    assert list(running.waiting.over.items()) == [("first", None), ("alone", None), ("second", None)]
+
+
 def test_texts_that_wait_are_encoded_in_one_call(small):
     prompts = [f"a {colour} circle" for colour in ("red", "blue", "green", "large", "small")]
     steps, calls = threading.Semaphore(0), []

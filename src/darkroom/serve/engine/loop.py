@@ -150,9 +150,7 @@ class Engine:
             if work.alone:
                 self._suspects.append(work)
             for ticket in work.tickets:
-                if (
-                    work.alone
-                ):  # in a line of its own: behind another entry, which waits for it, neither begins
+                if work.alone:  # behind an entry that waits for it, neither would begin
                     ticket.entry.priority = ALONE_PRIORITY
                 self._queue.push(ticket.entry)
             self._call()
