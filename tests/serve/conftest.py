@@ -152,8 +152,20 @@ class Server:
                 stdout=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-        self.url = self._address()
+        port = options[options.index("--port") + 1] if "--port" in options else None
+        self.url = self._address() if port is None else f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=30)
+
+    def first_answer(self, path: str, timeout_s: float = 60) -> httpx.Response:
+        """What a server of a port that was given answers as soon as it listens, long before it says so."""
+        start = time.monotonic()
+        while True:
+            try:
+                return self.http.get(path)
+            except httpx.ConnectError:
+                assert self.process.poll() is None, self.log.read_text()
+                assert time.monotonic() - start < timeout_s, self.log.read_text()
+                time.sleep(0.002)
 
     def _address(self) -> str:
         start = time.monotonic()

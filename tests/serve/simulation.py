@@ -486,7 +486,7 @@ def open_model(settings: Any, metrics: Any, given: Any) -> LoadedModel:
 
 
 class Loop(serve_loop.Loop):
-    async def beside(self, call: Any, *arguments: Any) -> Any:
+    async def in_daemon_thread(self, call: Any, *arguments: Any) -> Any:
         await asyncio.sleep(world().draw.uniform(0.1, 3))  # a model is loaded
         return await self._loop.run_in_executor(None, call, *arguments)
 

@@ -91,8 +91,8 @@ def test_sigterm_drains_and_what_was_left_runs_next_time(serve):
 
 
 def test_sigterm_ends_a_server_that_still_loads(serve):
-    server = serve("--drain", "1")
-    assert server.http.get("/ready").json()["error"]["code"] == "loading"
+    server = serve("--drain", "1", "--port", str(free_port()))
+    assert server.first_answer("/ready").json()["error"]["code"] == "loading"
     assert server.stop(60) == 0
 
 
