@@ -347,7 +347,7 @@ def _check_subject(task: str, data: DataSettings) -> None:
 def _check_prior(data: DataSettings) -> None:
     if data.class_prompt is None and (key := _said_of_prior(data)):
         raise RecipeError(
-            "data.class_prompt", f"missing besides data.{key}", mend="such as 'a photo of a dog'"
+            "data.class_prompt", f"needed with data.{key}", mend="such as 'a photo of a dog'"
         )
     if data.class_prompt is not None and data.class_prompt == data.prompt:
         raise RecipeError(

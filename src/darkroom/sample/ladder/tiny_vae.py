@@ -42,7 +42,10 @@ class TinyFront:
 
 
 class _Config(dict[str, Any]):
-    __getattr__ = dict.__getitem__
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
 
 
 def tiny_vae(applied: Applied, argument: str) -> None:
