@@ -17,10 +17,11 @@ from darkroom import models
 from darkroom.errors import InputError
 from darkroom.models.model import Model
 from darkroom.options import SOLVERS
+from darkroom.picture_settings import GenerateSettings, Hires
 from darkroom.sample import denoise, generate
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Row
-from darkroom.sample.generate import GenerateSettings, Generation, Hires
+from darkroom.sample.generate import Generation
 from darkroom.sample.inputs import read_image, read_mask
 from darkroom.sample.pictures import Picture, read_parameters
 from darkroom.sample.pictures import save_pictures as save

@@ -17,8 +17,8 @@ from PIL import Image, PngImagePlugin
 
 from darkroom.errors import DarkroomError, InputError
 from darkroom.models.model import Model
+from darkroom.picture_settings import Hires
 from darkroom.sample import generate
-from darkroom.sample.generate import Hires
 from darkroom.sample.pictures import (
     Picture,
     a1111_text,

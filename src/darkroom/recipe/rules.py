@@ -346,9 +346,7 @@ def _check_subject(task: str, data: DataSettings) -> None:
 
 def _check_prior(data: DataSettings) -> None:
     if data.class_prompt is None and (key := _said_of_prior(data)):
-        raise RecipeError(
-            "data.class_prompt", f"needed with data.{key}", mend="such as 'a photo of a dog'"
-        )
+        raise RecipeError("data.class_prompt", f"needed with data.{key}", mend="such as 'a photo of a dog'")
     if data.class_prompt is not None and data.class_prompt == data.prompt:
         raise RecipeError(
             "data.class_prompt", f"'{data.class_prompt}' is data.prompt too", mend="leave its rare word out"

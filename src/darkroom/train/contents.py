@@ -176,7 +176,7 @@ def base_of(task: str, settings: ModelSettings, model: Model) -> dict[str, str]:
     for part, module in model.modules.items():
         if named.get(part.removesuffix("_2")):
             found[part] = sampled(module)
-        if from_files.get(part.removesuffix("_2")):  # also of what is trained: a checkpoint holds weights alone
+        if from_files.get(part.removesuffix("_2")):  # trained ones too: checkpoints hold weights alone
             found[part + CONFIGURATION] = _configuration(module)
     if given and model.scheduler:
         found["noise schedule"] = _noise_schedule(model)
