@@ -47,6 +47,7 @@ WORDS = {
     "sd15": "model/",
     "model.base=model.safetensors": "model.base=model/",
     "model.safetensors": "model/",
+    "sd15.safetensors": "model/",
     "sdxl": "model/",
     "sd2": "model/",
     "stable-diffusion-v1-5/stable-diffusion-v1-5": "model/",
@@ -78,6 +79,7 @@ ADDED = {
         *(*STEPS, "model.unet={}", "model.vocab_size=600", "data.encode=inline"),
     ],
     "train recipes/pretrain.yaml": [*STEPS, *SMALL, "data.encode=inline"],
+    "train recipes/tiny-vae.yaml": ["model.base=model/", "data.resolution=32", *STEPS],
     "train recipes/sd15-lcm-lora.yaml": [*TUNED, "train.global_batch=4"],
     "train recipes/sdxl-dreambooth-lora.yaml": TUNED,
     "train recipes/sd15-lora.yaml data.folder=pictures/ adapter.trigger": [*TUNED, "--out", "runs/trigger"],
@@ -127,7 +129,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Image.new("L", (64, 64), 255).save(folder / "hat.png")
     torch.manual_seed(0)
     models.save(models.create("tiny", seed=1), folder / "model")
-    shutil.copytree(folder / "model", folder / "quickstart" / "runs" / "pretrain" / "model")
+    for other in ("quickstart/runs/pretrain/model", "sdxl", "inpainting", "models/photo", "models/drawing"):
+        shutil.copytree(folder / "model", folder / other)
     (folder / "quickstart" / "pictures.lance").symlink_to("../pictures.lance")
     before = Path.cwd()
     os.chdir(folder)
