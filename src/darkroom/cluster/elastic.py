@@ -175,6 +175,7 @@ def _failure_policy(failure_config: Any, mail: Any) -> Any:
 
     class PausingFailurePolicy(to_extend("DefaultFailurePolicy")):  # type: ignore[misc]
         def make_decision(self, training_failed_error: Exception) -> Any:
+            """Retry after a pause, give up after a final error; else as Ray decides."""
             if ray.get(mail.end_pause.remote()):
                 return retry
             if ray.get(mail.over.remote()):

@@ -29,7 +29,7 @@ BACKLOG = 1024
 SWITCH_S = 0.001
 LISTENING_S = 10.0
 """So long a model may load before the address is logged without it: what is wrong with the model is found
-before that, and told in one line."""
+before that, and reported in one line."""
 
 
 def run(settings: ServeSettings) -> None:

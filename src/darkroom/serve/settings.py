@@ -27,7 +27,7 @@ def models_in(refs: Sequence[str]) -> list[str]:
             found.append(ref)
             continue
         inside = [str(one) for one in sorted(folder.iterdir()) if _is_model(one)]
-        found += inside or [ref]  # the error of a folder that is no model is told where models are read
+        found += inside or [ref]  # the error of a folder that is no model is raised where models are read
     twice = next((ref for ref in found if found.count(ref) > 1), None)
     if twice is not None:
         raise InputError(f"'{twice}' is given twice", mend="name it once")

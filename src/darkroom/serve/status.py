@@ -115,5 +115,5 @@ def status(pool: ModelPool, state: str, why: str, jobs: int) -> Status:
 
 
 def _state_of(served: ServedModel) -> dict[str, Any]:
-    told = {"name": served.name, "state": served.state, "bytes": served.in_memory()}
-    return {**told, "jobs": len(served.works) + len(served.parked), "waiting": served.waiting()}
+    about = {"name": served.name, "state": served.state, "bytes": served.in_memory()}
+    return {**about, "jobs": len(served.works) + len(served.parked), "waiting": served.waiting()}

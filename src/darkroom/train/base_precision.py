@@ -135,6 +135,7 @@ class _Conv2d(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of the input alone: packed weights are frozen."""
         layer: PackedConv2d = ctx.layer
         stride, padding, dilation, groups = layer.given
         # The input's shape and layout are looked at, never its numbers.

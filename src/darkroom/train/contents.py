@@ -193,8 +193,8 @@ def base_of(task: str, settings: ModelSettings, model: Model) -> dict[str, str]:
 def _configuration(module: torch.nn.Module) -> str:
     """What a part's configuration says besides its weights' shapes: activations, heads, groups, ..."""
     config: Any = module.config
-    told = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    kept = {k: v for k, v in told.items() if not k.startswith("_") and k not in _NO_MATTER}
+    settings = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    kept = {k: v for k, v in settings.items() if not k.startswith("_") and k not in _NO_MATTER}
     return json.dumps(kept, sort_keys=True, default=str)
 
 
@@ -202,10 +202,10 @@ def _noise_schedule(model: Model) -> str:
     """What is predicted, and from how much noise, as the model's scheduler and the recipe have it."""
     config = model.scheduler
     if is_flow(config):
-        told = [config.get(name) for name in ("shift", "logit_mean", "logit_std", "num_train_timesteps")]
+        noise = [config.get(name) for name in ("shift", "logit_mean", "logit_std", "num_train_timesteps")]
     else:
-        told = [round(float(value), 6) for value in Schedule.from_config(config).alphas_cumprod]
-    return _short(json.dumps([model.prediction, told]))
+        noise = [round(float(value), 6) for value in Schedule.from_config(config).alphas_cumprod]
+    return _short(json.dumps([model.prediction, noise]))
 
 
 def sampled(module: torch.nn.Module) -> str:

@@ -283,9 +283,9 @@ class Looking:
 
     def _note_prompts(self) -> None:
         """What the grids' pictures are of, in their order."""
-        told = [one if isinstance(one, str) else one.model_dump() for one in self._job.prompts]
+        prompts = [one if isinstance(one, str) else one.model_dump() for one in self._job.prompts]
         if self._ranks.first:
-            write_whole(self._run.path / PROMPTS, json.dumps(told, ensure_ascii=False, indent=1) + "\n")
+            write_whole(self._run.path / PROMPTS, json.dumps(prompts, ensure_ascii=False, indent=1) + "\n")
 
     def _path(self, k: int) -> Path:
         return self._run.samples / f"step-{k:08d}.png"

@@ -242,6 +242,7 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
         notes += check_environment(checkpoint.scalars["environment"], job.environment)
 
     def prepare_run() -> None:
+        """Cut metrics off after the checkpoint, and note this session."""
         run.truncate(step if checkpoint else -1)
         run.set_recipe(recipe.dump())
         run.add_session(_environment(job))

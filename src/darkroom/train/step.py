@@ -82,7 +82,7 @@ class Step:
         reduce: torch.dtype = torch.float32,
     ) -> None:
         self.task, self._train, self._optim = task, train, optim
-        # Tasks whose steps are of several kinds are told which one it is.
+        # Tasks whose steps are of several kinds are given which one it is.
         self._begin: Callable[[int], None] = getattr(task, "begin", lambda k: None)
         self._rows_a_picture = rows_a_picture
         self.set_micro_batch(micro_batch)

@@ -134,8 +134,8 @@ class RowAdapters:
         if not self.dense:
             return []
         found = []
-        told = getattr(slots_BK, HOST, None)  # else a card is waited for
-        table = slots_BK.tolist() if told is None else told
+        on_host = getattr(slots_BK, HOST, None)  # else a card is waited for
+        table = slots_BK.tolist() if on_host is None else on_host
         for k in range(slots_BK.shape[1]):
             for slot in dict.fromkeys(row[k] for row in table):
                 places = [i for i, row in enumerate(table) if row[k] == slot]

@@ -247,6 +247,7 @@ def _decoder_in_8_bits(
     key = replace(whole, precision=precision, versions=versions, form=_int8_form(whole.form))
 
     def make(folder: Path) -> None:
+        """Quantise the decoder into a folder."""
         start = time.perf_counter()
         notice("the VAE's decoder is quantised to 8 bits, once")
         latents = int8.latents_of(model, _unet_of(unet), calibration, notice)

@@ -23,9 +23,9 @@ from PIL import Image, ImageOps
 from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import InputError
-from darkroom.hardware.system import atomic_replace
 from darkroom.models.embeddings import Embedding
 from darkroom.options import A1111_NAMES, SAMPLERS, SOLVERS, find_solver
+from darkroom.run import write_whole
 from darkroom.sample.pictures import a1111_text, parse_a1111
 from darkroom.serve.api.a1111_server import add_server_routes
 from darkroom.serve.api.controlnet import units_of
@@ -375,11 +375,9 @@ class ChosenModels:
     def choose(self, key: str, name: str) -> None:
         """From now on. Writes a file."""
         with self._lock:
-            told = {**self._chosen, key: name}
-            beside = self._file.with_suffix(".tmp")
-            beside.write_text(json.dumps(told), encoding="utf-8")
-            atomic_replace(beside, self._file)
-            self._chosen = told
+            chosen = {**self._chosen, key: name}
+            write_whole(self._file, json.dumps(chosen))
+            self._chosen = chosen
 
 
 def _model_name(core: Core, given: Any, param: str) -> str:
@@ -389,8 +387,8 @@ def _model_name(core: Core, given: Any, param: str) -> str:
     except Refused as refused:
         if refused.status != 404:
             raise
-        told = refused.message.removeprefix("model: ")
-        raise Refused(422, "invalid_value", f"sd_model_checkpoint: {told}", param=param) from refused
+        message = refused.message.removeprefix("model: ")
+        raise Refused(422, "invalid_value", f"sd_model_checkpoint: {message}", param=param) from refused
 
 
 def _embedding(one: Embedding) -> dict[str, Any]:

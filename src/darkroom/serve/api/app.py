@@ -210,10 +210,11 @@ SECURITY: dict[str, dict[str, str]] = {
 
 def _say_security(app: FastAPI, keys: Keys | None) -> None:
     """Have the OpenAPI document say which keys are asked for, and where none is."""
-    told = app.openapi
+    made = app.openapi
 
     def openapi() -> dict[str, Any]:
-        schema = told()
+        """FastAPI's document with the keys that each path needs."""
+        schema = made()
         schema.setdefault("components", {})["securitySchemes"] = SECURITY
         schema["security"] = [{name: []} for name in SECURITY] if keys is not None else []
         for path, methods in schema["paths"].items():

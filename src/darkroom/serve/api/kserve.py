@@ -94,8 +94,8 @@ def kserve_router(core: Core) -> APIRouter:
         types = {"BYTES": "BYTES", "INT": "INT64", "FP": "FP32"}
         inputs = [{"name": one, "datatype": types[kind], "shape": [-1]} for one, (_, kind) in TENSORS.items()]
         outputs = [{"name": "image", "datatype": "BYTES", "shape": [-1]}]
-        told = {"name": name, "versions": [VERSION], "platform": "darkroom"}
-        return {**told, "inputs": inputs, "outputs": outputs}
+        about = {"name": name, "versions": [VERSION], "platform": "darkroom"}
+        return {**about, "inputs": inputs, "outputs": outputs}
 
     @router.get("/models/{name}/versions/{version}")
     async def model_version(name: Name, version: Version) -> dict[str, Any]:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("darkroom.serve")
 MODEL_SHARE = 0.5
-"""What models may take of the memory that is free at the start, unless told otherwise."""
+"""What models may take of the memory that is free at the start, unless --model-memory says otherwise."""
 CLOSE_S = 60.0
 """So long a released engine's last step is waited for, and then again."""
 TRIES, TRY_S = 6, 0.05
@@ -175,8 +175,7 @@ class ModelPool:
         device = models.device(settings.device)
         size = models.precision(settings.precision, device).itemsize
         for one in self.served:
-            told = {"variant": settings.variant, "revision": settings.revision}
-            one.outline = models.looked_at(one.ref, **told)
+            one.outline = models.looked_at(one.ref, variant=settings.variant, revision=settings.revision)
             one.name = one.outline.name
             one.bytes = sum(one.outline.num_parameters.values()) * size
             if models.has_quick_digest(one.outline):
@@ -197,12 +196,11 @@ class ModelPool:
         if free is not None:
             left = max(0, free - min(sum(sizes), self.most_bytes)) // at_once
             self._free = lambda _: left
-        told = f"{_mib(self.most_bytes)} of models in memory at once"
-        LOG.info("%d models, at most %s", len(self.served), told)
+        LOG.info("%d models, at most %s in memory at once", len(self.served), _mib(self.most_bytes))
 
     async def close(self) -> bool:
         """Compute no more. False where a step or loading goes on that nothing ends."""
-        ended = not any(one.busy for one in self.served)
+        ended = self.known and not any(one.busy for one in self.served)
         for opened in [one.opened for one in self.served if one.opened is not None]:
             ended &= await asyncio.to_thread(opened.engine.stop)
             _close_shelves(opened)
@@ -304,13 +302,13 @@ class ModelPool:
 
     def admissions(self) -> list[Admission]:
         """Of what waits in the engines, in order: when it is admitted."""
-        told = [one for engine in self.engines for one in engine.admissions()]
-        return sorted(told, key=lambda one: one.after_s) if self.several else told
+        found = [one for engine in self.engines for one in engine.admissions()]
+        return sorted(found, key=lambda one: one.after_s) if self.several else found
 
     def seconds_for(self, cost: float) -> float | None:
         """How long so much work takes with the slowest model, by what was measured."""
-        told = [engine.seconds_for(cost) for engine in self.engines]
-        return max((seconds for seconds in told if seconds is not None), default=None)
+        estimates = [engine.seconds_for(cost) for engine in self.engines]
+        return max((seconds for seconds in estimates if seconds is not None), default=None)
 
     def waiting_cost(self, key: str | None = None) -> float:
         """Work that waits, of one key or of all."""
@@ -348,7 +346,7 @@ class ModelPool:
         there = [one for one in self.served if one.opened is not None]
         short = sum(one.bytes for one in there) + wanted.bytes - self.most_bytes
         going: list[ServedModel] = []
-        # What is drawn longest ago; of those at work the ones that were told to go before.
+        # What is drawn longest ago; of those at work the ones that are closing already.
         for one in sorted(there, key=lambda one: (bool(one.works), not one.closing, one.used)):
             if short > 0:
                 going.append(one)
@@ -371,10 +369,10 @@ class ModelPool:
             await self._load(wanted)
         except Exception as error:
             LOG.error("model '%s' cannot be loaded: %s", wanted.name, error, exc_info=_is_unknown(error))
-            told = DarkroomError(f"model '{wanted.name}' cannot be loaded: {_said(error)}")
+            failure = DarkroomError(f"model '{wanted.name}' cannot be loaded: {_said(error)}")
             for work in list(wanted.parked):
                 wanted.parked.remove(work)
-                self._fail(work, told)
+                self._fail(work, failure)
             return
         await self._hand_over(wanted)
 
@@ -382,7 +380,13 @@ class ModelPool:
         """Give the engine what has waited for it, in the order in which it came."""
         while served.parked and served.opened is not None:
             work = served.parked[0]
-            if await self._still_possible(work) and work in served.parked:
+            try:
+                possible = await self._still_possible(work)
+            except Exception as error:  # unforeseen: this job fails, and the others are loaded for
+                LOG.exception("job %s cannot be checked", work.uid)
+                self._fail(work, error)
+                possible = False
+            if possible and work in served.parked:
                 served.works.add(work)
                 served.opened.engine.submit(work)
             if work in served.parked:
@@ -391,9 +395,9 @@ class ModelPool:
     async def _load(self, served: ServedModel) -> LoadedModel:
         start_s = time.monotonic()
         settings = self._settings.model_copy(update={"model": served.ref})
-        told: tuple[Any, ...] = (settings, self._metrics, self._hooks)
+        arguments: tuple[Any, ...] = (settings, self._metrics, self._hooks)
         free = [self._free] if self.several else []
-        opened: LoadedModel = await self._beside("loading", served, loader.open_model, *told, *free)
+        opened: LoadedModel = await self._beside("loading", served, loader.open_model, *arguments, *free)
         served.name = served.name or opened.model.name
         served.largest_load = opened.engine.largest_load
         served.embeddings = opened.embeddings
@@ -426,7 +430,7 @@ class ModelPool:
         await self._beside("releasing", served, _close, opened)
         weights = weakref.ref(opened.model)
         del opened
-        for i in range(TRIES):  # who was told of its last job a moment ago may still hold that
+        for i in range(TRIES):  # whoever heard of its last job a moment ago may still hold that
             await self._beside("releasing", served, _collect)
             if weights() is None:
                 break
@@ -442,8 +446,8 @@ def _check_names(served: Sequence[ServedModel]) -> None:
     refs: dict[str, str] = {}
     for one in served:
         if one.name in refs:
-            told = f"two models are named '{one.name}': {refs[one.name]} and {one.ref}"
-            raise InputError(told, mend="rename one")
+            message = f"two models are named '{one.name}': {refs[one.name]} and {one.ref}"
+            raise InputError(message, mend="rename one")
         refs[one.name] = one.ref
 
 

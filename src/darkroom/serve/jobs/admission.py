@@ -396,8 +396,8 @@ def check_net_names(request: PictureRequest, known: Collection[str]) -> None:
     """422 for a net that is not in the folder; whether it can be used shows when the model is loaded."""
     for choice in request.controls:
         if choice.net not in known:
-            told = f"controls: no net '{choice.net[:100]}' here"
-            raise Refused(422, "unusable_control", told, param="controls")
+            message = f"controls: no net '{choice.net[:100]}' here"
+            raise Refused(422, "unusable_control", message, param="controls")
 
 
 def served_maps() -> list[str]:

@@ -85,8 +85,9 @@ class Core:
         self._lives.forgotten = self.pool.forget
         self._intake = Intake(self.limits)
         self.traces = None if settings.traces is None else Traces(settings.traces)
-        told: tuple[Any, ...] = (self.store, self.results, self.metrics, settings, self.traces)
-        self._endings = Endings(self._loop, self._lives, self.pool, *told)
+        self._endings = Endings(
+            self._loop, self._lives, self.pool, self.store, self.results, self.metrics, settings, self.traces
+        )
         self._keeper, self.provenance = self._endings.keeper, self._endings.provenance
         self._house = House(self._loop, self.results, self.store, self._keeper)
         self.sharing = open_sharing(settings, self.store, self._lives)

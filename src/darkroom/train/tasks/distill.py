@@ -222,6 +222,7 @@ class Distillation(FewSteps):
 
     @torch.no_grad()
     def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Each row's distance to the teacher [B], and [B, n] at fixed points, at the middle guidance."""
         mean = sum(self._guidance) / 2
         found = []
         for point in self._points:

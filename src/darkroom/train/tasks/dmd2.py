@@ -70,6 +70,7 @@ class DistributionMatching(FewSteps):
         self._moves = k % self._settings.fake_updates == 0
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
+        """What diffusion takes, with the student's step [B] and the two timesteps [B] of the scores."""
         inputs = super().inputs(columns, device)
         del inputs["index"]
         total, steps = self._diffusion.num_timesteps, len(self._steps)
@@ -100,6 +101,7 @@ class DistributionMatching(FewSteps):
 
     @torch.no_grad()
     def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of each row [B] the matching loss and the error of the second score."""
         text = self._states(inputs)
         x_bChw = self.draw(inputs, text)
         return {

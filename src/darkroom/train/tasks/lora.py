@@ -298,6 +298,7 @@ def find_eva_start(
     moving: set[str] = set()
 
     def look(name: str, layer: Any, given: tuple[Tensor, ...]) -> None:
+        """Take a layer's inputs [rows, in] into its components."""
         rows = given[0].flatten(0, -2).float()
         rank = layer.r[NAME]
         if len(rows) < rank:
