@@ -305,12 +305,14 @@ def test_the_routes_are_tried_with_a_form_and_say_their_keys(page, server):
     page.until("document.querySelectorAll('.route:not([hidden])').length === 1")
     page.click(".route:not([hidden]) summary")
     body = {"prompt": "tried", "steps": 2}
+    page.until("!!document.querySelector('.route[open] textarea')")  # made once the browser says it is open
     page.write(".route[open] textarea", json.dumps(body))
     page.click(".route[open] .primary")
     page.until("document.querySelector('.route[open] .answer-line')?.textContent.startsWith('202')")
     assert newest(server)["request"]["prompt"] == "tried"
     page.write("#filter", "post /maps")
     page.click(".route:not([hidden]) summary")
+    page.until("!!document.querySelector('.route[open]:not([hidden]) textarea')")
     page.write(".route[open]:not([hidden]) textarea", json.dumps({"image": _png(), "map": "invert"}))
     page.click(".route[open]:not([hidden]) .primary")
     page.until("!!document.querySelector('.route[open] .answer img')")
