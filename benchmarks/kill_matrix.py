@@ -33,6 +33,8 @@ from darkroom.data.importers import import_pictures
 from darkroom.data.store import Store
 from darkroom.train.checkpoint.format import checkpoints, step_of
 
+Popen = subprocess.Popen
+"""What starts a job; tests put one here that has the imports done."""
 SIDE, PICTURES = 16, 44
 EARLY, STARTING_S = 0.2, 10.0  # the share of kills that come while a job starts, and how long that may take
 UNET = {"block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": 2, "layers_per_block": 1}
@@ -78,9 +80,9 @@ def write_recipe(folder: Path, store: Path, *, steps: int, every: int, mode: str
 
 def start(recipe: Path, out: Path) -> subprocess.Popen[bytes]:
     """The job as a user starts it, its output beside the run."""
-    log = out.with_suffix(".log").open("ab")
     command = [sys.executable, "-m", "darkroom", "train", str(recipe), "--out", str(out)]
-    return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    with out.with_suffix(".log").open("ab") as log:
+        return Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def family(pid: int) -> list[int]:

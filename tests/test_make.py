@@ -364,3 +364,23 @@ def test_the_lock_resolves_to_wheels_on_every_system(uv, pins, system, python):
     env = environment(system, python)
     for pin in pins:
         assert not applies(pin.marker, env) or f"{pin.name}{pin.specifier}" in told.stdout
+
+
+# ---- the suite
+
+
+def test_tests_of_one_group_run_in_one_process(tmp_path):
+    """What `--dist loadgroup` promises; pytest 9.2 with xdist 3.8 broke it without a word: two Rays ran."""
+    lines = ["import os, pytest, time"]
+    for name, mark in (("together", "@pytest.mark.xdist_group('one')\n"), ("apart", "")):
+        body = f"    time.sleep(0.05)\n    open({str(tmp_path / name)!r}, 'a').write(f'{{os.getpid()}}\\n')"
+        lines.append(f"{mark}@pytest.mark.parametrize('i', range(8))\ndef test_{name}(i):\n{body}")
+    (tmp_path / "test_groups.py").write_text("\n".join(lines) + "\n")
+    options = ["-n", "2", "--dist", "loadgroup", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(tmp_path)], capture_output=True, text=True, env=clean
+    )
+    assert done.returncode == 0, done.stdout
+    assert len(set((tmp_path / "together").read_text().split())) == 1
+    assert len(set((tmp_path / "apart").read_text().split())) == 2  # two processes there are

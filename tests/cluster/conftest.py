@@ -23,7 +23,7 @@ SETTINGS = {
     "RAY_prestart_worker_first_driver": "0",  # no interpreter that no test asks for
     "REPORTER_UPDATE_INTERVAL_MS": "3600000",  # for a dashboard that nobody looks at
     "RAY_worker_niceness": "0",
-    "RAY_idle_worker_killing_time_threshold_ms": "600000",  # a worker that is idle is used again, not replaced
+    "RAY_idle_worker_killing_time_threshold_ms": "600000",  # idle workers are used again
 }
 for name, value in SETTINGS.items():
     os.environ.setdefault(name, value)

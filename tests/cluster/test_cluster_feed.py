@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import yaml
 from cluster_material import SMALL, fill, made_store
 from safetensors.torch import load_file
 
+import warm
 from cluster.conftest import NODE
 from darkroom.cluster import feed as cluster_feed
 from darkroom.cluster.encoders import QUEUE
@@ -222,8 +222,8 @@ def test_two_workers_one_of_them_killed_end_with_the_same_weights(cluster, store
         place = ["--engine", "ray", "--ray-address", cluster.address, "--out", str(tmp_path / out)]
         return [sys.executable, "-u", "-m", "darkroom", "train", *job, *place]
 
-    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command("killed"), **settings) as driver:
+    settings = {"stdout": warm.PIPE, "stderr": warm.STDOUT, "text": True}
+    with warm.Popen(command("killed"), **settings) as driver:
         checkpoints = tmp_path / "killed" / "checkpoints"
         until = time.monotonic() + 300
         while not list(checkpoints.glob("step-*/manifest.json")):
@@ -235,7 +235,7 @@ def test_two_workers_one_of_them_killed_end_with_the_same_weights(cluster, store
     assert driver.returncode == 0, said
     assert "workers were lost and are started again" in said
     assert "online encoding: " in said
-    calm = subprocess.run(command("calm"), timeout=300, **settings)
+    calm = warm.run(command("calm"), timeout=300, **settings)
     assert calm.returncode == 0, calm.stdout
     assert weights(tmp_path / "killed") == weights(tmp_path / "calm")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from PIL import Image
 from ray.exceptions import ActorDiedError
 from safetensors.torch import load_file
 
+import warm
 from darkroom import cli
 from darkroom.cluster.capacity import Capacity
 from darkroom.cluster.train import Placement, _target, _uses_gpus, _why, _workers, train
@@ -82,7 +82,7 @@ def environment(out: Path) -> dict[str, str]:
 
 
 def trained(recipe: Path, out: Path, *more: str, code: int = 0) -> str:
-    done = subprocess.run(
+    done = warm.run(
         command(recipe, out, *more), capture_output=True, text=True, env=environment(out), timeout=600
     )
     assert done.returncode == code, done.stderr + done.stdout
@@ -122,13 +122,12 @@ def workers_of(out: Path) -> list[int]:
 
 def disturbed(recipe: Path, out: Path, disturb: Callable[[int], None], *more: str) -> tuple[int, str]:
     """Run to the end, with `disturb(driver's pid)` once two checkpoints are there; its code and words."""
-    with subprocess.Popen(
+    with warm.Popen(
         command(recipe, out, "--engine", "ray", "--ray-address", "local", *more),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdout=warm.PIPE,
+        stderr=warm.STDOUT,
         text=True,
         env=environment(out),
-        start_new_session=True,
     ) as driver:
         until = time.monotonic() + 900
         while len(checkpoints(out / "checkpoints")) < 2:

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from test_cluster_train import command, content, environment, recipe, trained, weights, workers_of
 
+import warm
 from darkroom.cluster.capacity import Capacity
 from darkroom.cluster.elastic import WATCHER, WorkerRange, allowed_counts, job_trainer, rounded_down
 from darkroom.cluster.mail import Mail
@@ -53,13 +54,8 @@ class Driver:
     def __init__(self, *arguments: Any, out: Path) -> None:
         self.said: list[str] = []
         self._lines: queue.Queue[str] = queue.Queue()
-        self.process = subprocess.Popen(
-            command(*arguments),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment(out),
-            start_new_session=True,
+        self.process = warm.Popen(
+            command(*arguments), stdout=warm.PIPE, stderr=warm.STDOUT, text=True, env=environment(out)
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import warm
+
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "kill_matrix.py"
 
 
@@ -24,7 +26,8 @@ def script():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_killed_ranks_end_with_the_same_bits(script, tmp_path, mode):
+def test_killed_ranks_end_with_the_same_bits(script, tmp_path, monkeypatch, mode):
+    monkeypatch.setattr(script, "Popen", warm.Popen)
     found = script.kill_matrix(
         tmp_path, rounds=2, ranks=2, mode=mode, steps=60, every=5, seed=3, within_s=1.0
     )
