@@ -30,7 +30,7 @@ import numpy as np
 from PIL import Image
 
 HERE = Path(__file__).resolve().parent
-DARKROOM = (sys.executable, "-c", "from darkroom.cli.door import main; main()")
+DARKROOM = (sys.executable, "-c", "from darkroom.cli.application import main; main()")
 WRITES = (
     "write,pwrite64,rename,renameat,renameat2,fsync,fdatasync,unlink,unlinkat,link,linkat,ftruncate,mkdir"
 )

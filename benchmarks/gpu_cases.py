@@ -29,7 +29,7 @@ from darkroom.errors import InputError
 from darkroom.hardware import machine
 from darkroom.hardware.memory import PeakMemory
 from darkroom.measure.drawing import Workload
-from darkroom.measure.ladder import DEVICE_LOST, bench_ladder, let_go, why_not
+from darkroom.measure.optimisations import DEVICE_LOST, bench_optimisations, let_go, why_not
 from darkroom.measure.pretraining import SwitchedStep, bench_pretraining
 from darkroom.measure.timing import Measurement, Timing, append_csv, measurement, synchronise
 from darkroom.models.tokenizer import tokenizer_or_stand_in
@@ -148,19 +148,19 @@ def _training_paths(lab: Lab) -> dict[str, Callable[[], object]]:
 
     def step(precision: str, family: str = "tiny", micro: int = 2, optim: Any = None, **train: Any) -> Any:
         unet = TINY_UNET if family == "tiny" else {"num_layers": 2}
-        rung = SwitchedStep(family, 32, "plain", lab.device, unet)
+        switched = SwitchedStep(family, 32, "plain", lab.device, unet)
         if train.pop("checkpointing", False):
-            rung.unet.enable_gradient_checkpointing()
-        rung.step = Step(
-            rung.task,
-            {"unet": rung.unet},
+            switched.unet.enable_gradient_checkpointing()
+        switched.step = Step(
+            switched.task,
+            {"unet": switched.unet},
             train=TrainSettings(steps=10, global_batch=4, micro_batch=micro, **train),
             optim=OptimSettings(lr=1e-4, **(optim or {})),
             micro_batch=micro,
             dtype=DTYPES[precision],  # type: ignore[index]
         )
-        inputs = rung.inputs(4)
-        losses = [float(rung.step(k, inputs).losses["loss"]) for k in range(3)]
+        inputs = switched.inputs(4)
+        losses = [float(switched.step(k, inputs).losses["loss"]) for k in range(3)]
         if not all(loss == loss for loss in losses):
             raise ValueError(f"losses {losses}")
         return {"losses": losses}
@@ -288,9 +288,9 @@ def smoke_compile(lab: Lab) -> Rows:
     def train(case: str) -> dict[str, Any]:
         torch.compiler.reset()
         counters.clear()
-        rung = SwitchedStep("tiny", 32, case, lab.device, TINY_UNET)
+        switched = SwitchedStep("tiny", 32, case, lab.device, TINY_UNET)
         for k in range(3):
-            rung.step(k, rung.inputs(2))
+            switched.step(k, switched.inputs(2))
         return {
             "graphs": counters["stats"].get("unique_graphs", 0),
             "graph_breaks": sum(counters["graph_break"].values()),
@@ -384,12 +384,12 @@ def _attentions(lab: Lab, dtype: torch.dtype) -> Rows:
 # ---- pictures
 
 
-def ladder(family: str, side: int, cases: tuple[str, ...], **more: Any) -> Callable[[Lab], Rows]:
+def optimisations(family: str, side: int, cases: tuple[str, ...], **more: Any) -> Callable[[Lab], Rows]:
     """Optimisations against the plain model, in turns with it."""
 
     def run(lab: Lab) -> Rows:
         wanted = [case for case in cases if lab.on_cuda or "cuda" not in case]
-        yield from bench_ladder(lab.drawing(family, side, **more), cases=wanted or ["auto"], repeats=3)
+        yield from bench_optimisations(lab.drawing(family, side, **more), cases=wanted or ["auto"], repeats=3)
 
     return run
 
@@ -476,23 +476,23 @@ def resume(lab: Lab) -> Rows:
     )  # fmt: skip
 
 
-def _state(rung: SwitchedStep) -> dict[str, dict[str, torch.Tensor]]:
+def _state(switched: SwitchedStep) -> dict[str, dict[str, torch.Tensor]]:
     from darkroom.train.optim import optimiser_tensors
 
-    masters = rung.step.weights.masters
-    found = {"weights": masters, "optimiser": optimiser_tensors(rung.step.optimiser, masters)}
+    masters = switched.step.weights.masters
+    found = {"weights": masters, "optimiser": optimiser_tensors(switched.step.optimiser, masters)}
     return {
         kind: {name: value.detach().to("cpu", copy=True) for name, value in some.items()}
-        for kind, some in {**found, "ema": rung.step.ema.state()}.items()
+        for kind, some in {**found, "ema": switched.step.ema.state()}.items()
     }
 
 
-def _restore(rung: SwitchedStep, kept: dict[str, dict[str, torch.Tensor]]) -> None:
+def _restore(switched: SwitchedStep, kept: dict[str, dict[str, torch.Tensor]]) -> None:
     from darkroom.train.optim import restore_optimiser
 
-    rung.step.weights.load(kept["weights"])
-    rung.step.ema.restore(kept["ema"])
-    restore_optimiser(rung.step.optimiser, rung.step.weights.masters, kept["optimiser"])
+    switched.step.weights.load(kept["weights"])
+    switched.step.ema.restore(kept["ema"])
+    restore_optimiser(switched.step.optimiser, switched.step.weights.masters, kept["optimiser"])
 
 
 @contextmanager
@@ -515,12 +515,12 @@ def profile(lab: Lab) -> Rows:
 
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if lab.on_cuda else [])]
     family, side, rows = ("tiny", 32, 2) if lab.tiny else ("sd2", 512, 16)
-    rung = SwitchedStep(family, side, FAST, lab.device, TINY_UNET if lab.tiny else {})
-    inputs = rung.inputs(rows)
+    switched = SwitchedStep(family, side, FAST, lab.device, TINY_UNET if lab.tiny else {})
+    inputs = switched.inputs(rows)
     drawing = lab.drawing("sd15", 512, steps=5)
     backend = drawing.open("auto")
     jobs: dict[str, Callable[[], object]] = {
-        "train": lambda: rung.step(0, inputs),
+        "train": lambda: switched.step(0, inputs),
         "draw": lambda: drawing.run(backend),
     }
     for name, job in jobs.items():
@@ -652,21 +652,21 @@ def serve(lab: Lab) -> Rows:
 CASES: dict[str, Callable[[Lab], Rows]] = {
     "smoke": smoke,
     "card": card,
-    "sd15-b1": ladder("sd15", 512, ("auto",)),
-    "sd15-b1-graphs": ladder("sd15", 512, ("fused_qkv,channels_last,cuda_graphs",)),
+    "sd15-b1": optimisations("sd15", 512, ("auto",)),
+    "sd15-b1-graphs": optimisations("sd15", 512, ("fused_qkv,channels_last,cuda_graphs",)),
     "sd2-train": pretrain("sd2", 512, FAST),
     "sd15-batch": batches("sd15", 512, 64, 20),
     "sdxl-batch": batches("sdxl", 1024, 8, 20),
     "smoke-compile": smoke_compile,
-    "sd15-b1-compile": ladder(
+    "sd15-b1-compile": optimisations(
         "sd15", 512, ("channels_last,compile_regional", "channels_last,compile_regional,cuda_graphs")
     ),
     "sd2-train-compile": pretrain("sd2", 512, FAST, f"{FAST},compile_regional", f"{FAST},compile"),
     "profile": profile,
     "memory": memory,
     "resume": resume,
-    "sdxl-compile": ladder("sdxl", 1024, ("auto", "channels_last,compile_regional"), steps=20),
-    "sd15-switches": ladder(
+    "sdxl-compile": optimisations("sdxl", 1024, ("auto", "channels_last,compile_regional"), steps=20),
+    "sd15-switches": optimisations(
         "sd15", 512,
         (
             "channels_last", "fused_qkv", "lean", "attention_slicing", "vae_slicing", "guidance_interval",

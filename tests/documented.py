@@ -61,13 +61,13 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
 
 def check_values(values: dict[str, Any]) -> None:
     """InputError for a value that the command would refuse before it does anything."""
-    from darkroom.sample import ladder
+    from darkroom.sample import optimisations
 
     for name, check in (
         ("size", options.parse_size),
         ("solver", options.parse_solver),
         ("memory", options.parse_bytes),
-        ("optimise", ladder.parse),
+        ("optimise", optimisations.parse),
     ):
         if isinstance(values.get(name), str):
             check(values[name])

@@ -1,4 +1,4 @@
-"""The door: exit codes, one-line mistakes, help with an example, JSON."""
+"""The command line: exit codes, one-line mistakes, help with an example, JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from typer.testing import CliRunner
 
 from darkroom import cli, errors
-from darkroom.cli import door
+from darkroom.cli import application
 from darkroom.cli.groups import DRAWING, OptionsOf, grouped
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,7 +104,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys,
 
 
 def test_a_shipped_recipe_is_found_by_its_name(tmp_path, monkeypatch):
-    from darkroom.cli.door import recipe_file
+    from darkroom.cli.application import recipe_file
 
     assert recipe_file(Path("recipes:emoji")) == ROOT / "recipes" / "emoji.yaml"
     assert recipe_file(Path("recipes/emoji.yaml")) == Path("recipes/emoji.yaml")
@@ -229,7 +229,7 @@ def test_a_console_of_eight_bits_gets_every_message(monkeypatch, tmp_path):
         cli.main(["train", "三.yaml", "--out", str(tmp_path / "run")])
     assert left.value.code == 2
     assert b"\\u4e09.yaml" in raw["stderr"].getvalue()
-    door.show({"name": "三 é 😀"}, True, list)
+    application.show({"name": "三 é 😀"}, True, list)
     assert json.loads(raw["stdout"].getvalue().decode("cp1252")) == {"name": "三 é 😀"}
     assert b"\\u00e9" in raw["stdout"].getvalue()
 

@@ -310,7 +310,7 @@ def test_the_rule_lets_through_what_every_system_has(tmp_path):
 
 
 OF_ONE_MAKE = re.compile(r"torch\.(cuda|xpu|mps|backends\.mps)\b|\w+\.is_cuda$")
-CUDA_GRAPHS = {SOURCE / "sample/ladder/compiled.py"}
+CUDA_GRAPHS = {SOURCE / "sample/optimisations/compiled.py"}
 """What captures CUDA graphs, which no other make has."""
 
 

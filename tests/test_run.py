@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from darkroom.bill import Bill
-from darkroom.cli.door import app
+from darkroom.cli.application import app
 from darkroom.errors import InputError
 from darkroom.run import Run, compare, differences, is_free, list_runs, numbered_folder
 

@@ -27,7 +27,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from darkroom import models, sample
-from darkroom.cli.door import app as cli
+from darkroom.cli.application import app as cli
 from darkroom.cluster.serve import ByQueue, OnRay, Replicas, application, run, shared, told_to_stop
 from darkroom.errors import InputError
 from darkroom.models.adapters.adapter import Adapter

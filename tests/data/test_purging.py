@@ -15,7 +15,7 @@ from material import encoded, noise_picture, rows
 from typer.testing import CliRunner
 
 import warm
-from darkroom.cli.door import app
+from darkroom.cli.application import app
 from darkroom.data import verify
 from darkroom.data.importers.job import import_pictures, picture_id
 from darkroom.data.store import Store

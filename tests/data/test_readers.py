@@ -18,7 +18,7 @@ import zstandard
 from material import encoded, noise_picture
 from typer.testing import CliRunner
 
-from darkroom.cli.door import app
+from darkroom.cli.application import app
 from darkroom.data.importers.folder import FolderSource
 from darkroom.data.importers.job import find_kind, import_pictures
 from darkroom.data.importers.mds import MdsSource

@@ -1,4 +1,4 @@
-"""The store through its public door: positions, filters, versions, deleting for good, writers that race."""
+"""The store through its public API: positions, filters, versions, deleting for good, writers that race."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import yaml
 from test_training_files import DEPLOY
 
 from darkroom import models
-from darkroom.cli.door import app
+from darkroom.cli.application import app
 from darkroom.serve.api.app import OPEN_PATHS
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.settings import Limits
@@ -184,7 +184,7 @@ def test_page_api_and_events_pass_a_real_nginx_below_a_path(tmp_path):
     words = ["serve", str(tmp_path / "model"), "--port", "0", "--path-prefix", "/pictures"]
     words += ["--state", str(tmp_path / "state"), "--allow-host", "pictures.example"]
     server = subprocess.Popen(
-        [sys.executable, "-c", "from darkroom.cli.door import main; main()", *words], stderr=log
+        [sys.executable, "-c", "from darkroom.cli.application import main; main()", *words], stderr=log
     )
     front = None
     try:

@@ -13,7 +13,7 @@ import pytest
 import typer
 import yaml
 
-from darkroom.cli.door import app
+from darkroom.cli.application import app
 from darkroom.recipe import read_recipe
 
 ROOT = Path(__file__).parents[2]

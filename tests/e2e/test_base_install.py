@@ -45,7 +45,7 @@ WORKS = [
     f"bench train {VAE.removeprefix('train ')} --repeats 1",
     "bench loader",
     "bench import",
-    "bench ladder tiny bf16 --steps 1 --repeats 1",
+    "bench optimisations tiny bf16 --steps 1 --repeats 1",
     "bench batch tiny --steps 1 --most 1 --repeats 1",
     "bench precision tiny --steps 2 --repeats 1 --page precision.html",
     "delete p.lance --source photos",

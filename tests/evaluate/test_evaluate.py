@@ -10,7 +10,7 @@ from makers import paint, small_extractor
 from PIL import Image
 
 from darkroom import models, sample
-from darkroom.cli.door import main
+from darkroom.cli.application import main
 from darkroom.data.importers import import_pictures
 from darkroom.errors import InputError
 from darkroom.evaluate import statistics

@@ -10,15 +10,15 @@ import torch
 from darkroom import models
 from darkroom.errors import InputError, is_out_of_memory
 from darkroom.measure import batch
-from darkroom.measure import ladder as ladder_bench
+from darkroom.measure import optimisations as optimisations_bench
 from darkroom.measure.batch import PrecisionCase, bench_batch, default_kinds
 from darkroom.measure.drawing import StepTimer, Workload
-from darkroom.measure.ladder import bench_ladder, default_cases
+from darkroom.measure.optimisations import bench_optimisations, default_cases
 from darkroom.measure.precision import APART, INTERMEDIATES, RUNS, compare_precisions, parse_steps
 from darkroom.measure.timing import append_csv, read_csv
 from darkroom.report.precision import write_precision_page
 from darkroom.report.runs import write_report
-from darkroom.sample import ladder
+from darkroom.sample import optimisations
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,9 @@ def drawing():
 
 
 @pytest.fixture(scope="module")
-def ladder_rows(drawing):
+def optimisation_rows(drawing):
     cases = ["fused_qkv", "feature_cache", "cuda_graphs", "trace"]
-    return list(bench_ladder(drawing, cases=cases, repeats=2))
+    return list(bench_optimisations(drawing, cases=cases, repeats=2))
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def precisions(drawing):
     return compare_precisions(drawing, steps=(2, 6), repeats=1)
 
 
-def test_the_ladder_has_a_row_for_every_case(ladder_rows):
-    rows = {row.case: row for row in ladder_rows if row.benchmark == "ladder"}
+def test_there_is_a_row_for_every_case(optimisation_rows):
+    rows = {row.case: row for row in optimisation_rows if row.benchmark == "optimisations"}
     assert list(rows) == ["plain", "fused_qkv", "feature_cache", "cuda_graphs", "trace"]
     assert rows["plain"].ratio is None
     assert rows["fused_qkv"].ratio_to == "plain"
@@ -50,19 +50,19 @@ def test_the_ladder_has_a_row_for_every_case(ladder_rows):
     assert all(rows[name].peak_memory_bytes and rows[name].steps_per_s for name in ("plain", "fused_qkv"))
 
 
-def test_what_cannot_work_is_a_row_that_says_why(ladder_rows):
-    (row,) = [row for row in ladder_rows if row.case == "cuda_graphs"]
+def test_what_cannot_work_is_a_row_that_says_why(optimisation_rows):
+    (row,) = [row for row in optimisation_rows if row.case == "cuda_graphs"]
     assert row.median_s is None
     assert "CUDA graphs are of CUDA" in row.note
 
 
 def test_a_misspelt_case_is_refused_before_anything_is_measured(drawing):
     with pytest.raises(InputError, match="optimise 'fused_qvk'"):
-        bench_ladder(drawing, cases=["auto", "fused_qvk"], repeats=1)
+        bench_optimisations(drawing, cases=["auto", "fused_qvk"], repeats=1)
 
 
-def test_cold_and_warm_starts_are_told_apart(ladder_rows):
-    starts = [row for row in ladder_rows if row.benchmark == "ladder-start"]
+def test_cold_and_warm_starts_are_told_apart(optimisation_rows):
+    starts = [row for row in optimisation_rows if row.benchmark == "optimisations-start"]
     assert [row.case for row in starts] == ["trace, cold", "trace, warm"]
     assert all(row.median_s and row.repeats == 1 for row in starts)
 
@@ -70,10 +70,10 @@ def test_cold_and_warm_starts_are_told_apart(ladder_rows):
 def test_every_rung_and_stack_is_a_case_by_itself():
     for device in ("cpu", "cuda:0"):
         cases = default_cases(device)
-        assert set(ladder.RUNGS) - set(cases) == {"lcm", "tiny_vae"}
+        assert set(optimisations.OPTIMISATIONS) - set(cases) == {"lcm", "tiny_vae"}
         assert "bf16,auto" in cases
         for case in cases:
-            ladder.parse(case)
+            optimisations.parse(case)
 
 
 def test_batches_double_and_kinds_take_turns(drawing):
@@ -88,7 +88,7 @@ def test_batches_double_and_kinds_take_turns(drawing):
 
 def test_out_of_memory_is_a_row_and_the_end_of_that_kind(drawing, monkeypatch):
     kinds = [PrecisionCase("float32"), PrecisionCase("bf16")]
-    as_drawn = ladder.optimise(drawing.model).model
+    as_drawn = optimisations.optimise(drawing.model).model
     one_picture = batch.count_needs(as_drawn, drawing.size).unet(2)
     small = replace(batch.machine(), memory_available_bytes=int(one_picture * 1.5))
     monkeypatch.setattr(batch, "machine", lambda: small)
@@ -127,16 +127,16 @@ def test_compiled_batches_are_measured_in_half_precision_too():
 
 
 def test_rows_come_one_by_one_and_a_failure_ends_its_case_alone(drawing, monkeypatch):
-    rows = bench_ladder(drawing, cases=["fused_qkv", "channels_last"], repeats=1)
+    rows = bench_optimisations(drawing, cases=["fused_qkv", "channels_last"], repeats=1)
     assert next(rows).case == "plain"
-    really = ladder_bench._case
+    really = optimisations_bench._case
 
     def failing(drawing, names, *more):
         if names == "fused_qkv":
             raise ValueError("an illegal shape")
         return really(drawing, names, *more)
 
-    monkeypatch.setattr(ladder_bench, "_case", failing)
+    monkeypatch.setattr(optimisations_bench, "_case", failing)
     failed, whole = rows
     assert (failed.case, failed.note, failed.median_s) == (
         "fused_qkv", "failed: ValueError: an illegal shape", None,
@@ -160,13 +160,13 @@ def test_both_precisions_are_timed_against_each_other(precisions):
     assert all("ssim" in row.settings for row in precisions.rows)
 
 
-def test_one_page_and_one_table_hold_it_all(precisions, ladder_rows, tmp_path):
+def test_one_page_and_one_table_hold_it_all(precisions, optimisation_rows, tmp_path):
     page = write_precision_page(precisions, tmp_path / "page.html").read_text()
     assert page.count("<svg") >= 3
     assert page.count('src="data:image/png') == 3 * len(precisions.pairs)
     assert "http" not in page.replace("http://www.w3.org", "")
-    table = append_csv(tmp_path / "rows.csv", [*ladder_rows, *precisions.rows])
-    assert len(read_csv(table)) == len(ladder_rows) + len(precisions.rows)
+    table = append_csv(tmp_path / "rows.csv", [*optimisation_rows, *precisions.rows])
+    assert len(read_csv(table)) == len(optimisation_rows) + len(precisions.rows)
     report = write_report(table, tmp_path / "report.html").read_text()
     for words in ("Difference to the plain picture", "Peak memory", "PSNR by steps"):
         assert words in report

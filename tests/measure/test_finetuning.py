@@ -283,7 +283,7 @@ def no_such_thing(*_):
 
 @pytest.mark.nightly
 def test_the_whole_command(root, tmp_path, capsys, monkeypatch):
-    from darkroom.cli.door import main
+    from darkroom.cli.application import main
     from darkroom.data.importers import import_pictures
     from darkroom.data.store import Store
     from darkroom.recipe import make_recipe
@@ -342,7 +342,7 @@ def test_the_whole_command(root, tmp_path, capsys, monkeypatch):
 
 
 def test_costs_alone_need_no_extractor(root, tmp_path, capsys):
-    from darkroom.cli.door import main
+    from darkroom.cli.application import main
 
     sizes = f"--batches 1 --ranks 2 --rank 2 --batch 1 --resolutions {SIDE} --resolution {SIDE}"
     flags = f"--class-word dog --methods lora --steps 1 --every 1 {sizes}"

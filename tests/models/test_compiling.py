@@ -99,13 +99,13 @@ def test_sizes_prompts_and_adapters_that_came_before_compile_nothing(family, une
 @pytest.mark.parametrize(("family", "unet"), [("tiny", UNET), ("tiny-dit", DIT)])
 def test_nor_does_a_training_step(family, unet, compile_):
     """Batches, resolutions and lengths of texts; and a size that is new compiles something, the control."""
-    rung = SwitchedStep(family, 32, "bf16", "cpu", unet)
-    compile_(rung.unet, backend="eager")
+    switched = SwitchedStep(family, 32, "bf16", "cpu", unet)
+    compile_(switched.unet, backend="eager")
 
     def step(rows: int, resolution: int, tokens: int) -> int:
-        rung.resolution = resolution
-        inputs = rung.inputs(rows)
-        rung.step(0, {**inputs, "text": inputs["text"][:, :tokens].contiguous()})
+        switched.resolution = resolution
+        inputs = switched.inputs(rows)
+        switched.step(0, {**inputs, "text": inputs["text"][:, :tokens].contiguous()})
         return graphs()
 
     sizes = ((2, 32, 77), (2, 64, 77), (4, 32, 77), (2, 32, 70))

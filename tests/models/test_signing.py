@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from darkroom.cli.door import app
+from darkroom.cli.application import app
 from darkroom.errors import InputError
 from darkroom.models import signing
 from needs import missing

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from darkroom.cli.door import main
+from darkroom.cli.application import main
 from darkroom.errors import InputError
 from darkroom.hardware import machine
 from darkroom.hardware.machine import Device, Machine

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from darkroom.cli.door import main
+from darkroom.cli.application import main
 from darkroom.hardware import machine
 from darkroom.hardware.cards import cards
 from darkroom.measure.timing import Measurement, append_csv

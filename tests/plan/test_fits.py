@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from darkroom.cli.door import main
+from darkroom.cli.application import main
 from darkroom.plan import fits, targets
 from darkroom.plan.ask import plans
 

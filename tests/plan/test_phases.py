@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from darkroom.cli.door import main
+from darkroom.cli.application import main
 from darkroom.errors import InputError
 from darkroom.plan import advise as advise_phases
 from darkroom.plan import ask, targets

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
-from darkroom.cli.door import main
+from darkroom.cli.application import main
 from darkroom.plan import plot
 from darkroom.plan.plot import BLUE, GREY, ORANGE, Point, draw, frontier
 

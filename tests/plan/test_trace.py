@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from darkroom.cli.door import main
+from darkroom.cli.application import main
 from darkroom.hardware.cards import cards
 from darkroom.measure.trace import draw_trace
 from darkroom.plan import pictures

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from darkroom.cli.door import main
+from darkroom.cli.application import main
 from darkroom.hardware import machine
 from darkroom.hardware.prices import price
 from darkroom.measure.timing import Measurement, append_csv

@@ -22,7 +22,7 @@ TIMESTEPS = (62, 437, 937)
 
 
 def make_run(path, *, steps=300, lr=2e-4, rich=True):
-    """A run written through the same doors as a real one."""
+    """A run written by the same functions as a real one."""
     recipe = (
         f"task: pretrain\nmodel: {{base: tiny}}\noptim: {{lr: {lr}}}\ntrain: {{steps: {steps}, seed: 0}}\n"
     )

@@ -12,7 +12,7 @@ from darkroom import models, sample
 from darkroom.errors import InputError
 from darkroom.hardware.memory import resident_bytes
 from darkroom.sample import estimate
-from darkroom.sample.ladder import streamed
+from darkroom.sample.optimisations import streamed
 
 CPU = torch.device("cpu")
 PROMPT = "a red circle"

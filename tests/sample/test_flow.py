@@ -14,7 +14,7 @@ from darkroom.errors import InputError
 from darkroom.sample import denoise, generate
 from darkroom.sample.choice import make_table, solvers_of
 from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch
-from darkroom.sample.ladder.steps import interval_of
+from darkroom.sample.optimisations.steps import interval_of
 from darkroom.sample.solvers import TIMESTEP
 
 SHAPE = (4, 8, 8)

@@ -11,7 +11,7 @@ from PIL import Image
 from test_watermark import jpeg, photo
 from typer.testing import CliRunner
 
-from darkroom.cli.door import app
+from darkroom.cli.application import app
 from darkroom.errors import InputError
 from darkroom.sample import provenance
 from darkroom.sample.pictures import Picture

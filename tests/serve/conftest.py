@@ -31,7 +31,7 @@ from darkroom.serve.api.guard import Keys
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.settings import ServeSettings
 
-DARKROOM = (sys.executable, "-c", "from darkroom.cli.door import main; main()")
+DARKROOM = (sys.executable, "-c", "from darkroom.cli.application import main; main()")
 SMALL = {"unet": {"block_out_channels": [16, 32]}, "vae": {"block_out_channels": [8, 16, 16]}}
 NUM_ADAPTERS = 6
 

@@ -8,7 +8,7 @@ import pytest
 import typer.testing
 
 from darkroom.cli import serving
-from darkroom.cli.door import app
+from darkroom.cli.application import app
 from darkroom.errors import InputError
 from darkroom.serve.api.guard import make_key
 from darkroom.serve.engine.fairness import Entry, FairQueue

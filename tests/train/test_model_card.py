@@ -10,7 +10,7 @@ import yaml
 from PIL import Image
 from typer.testing import CliRunner
 
-from darkroom.cli.door import app
+from darkroom.cli.application import app
 from darkroom.errors import InputError
 from darkroom.recipe.sections import DataSettings
 from darkroom.train.run import model_card

@@ -43,7 +43,7 @@ def test_scores_come_by_pictures_and_can_be_taken_again(recipe_of, extractor, tm
     assert list(rows) == [2, 4, 5]  # each 16 pictures of batches of 8, and at the end
     assert rows[2]["heldout_fid"] != rows[4]["heldout_fid"]
     assert result.bill.parts["evaluate"] > 0
-    # The last ones again, from the model that was left, by other doors.
+    # The last ones again, from the model that was left, in other ways.
     store = Store.open(str(recipe.data.store))
     held = recipe_rows(recipe, store)
     table = store.take(held, ["caption", "picture"])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from darkroom.cli.door import (
+from darkroom.cli.application import (
     PRECISION_HELP,
     RECIPE_HELP,
     SIZE_HELP,
@@ -166,7 +166,7 @@ def bench_import(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Pictures/s of an import from a zip, and the memory it takes.
+    """Pictures/s of an import from a zip, and its memory.
 
     Example: darkroom bench import --out results.csv
     """
@@ -233,8 +233,9 @@ def _drawing(model: str, size: str | None, steps: int, guidance: float, precisio
     return Workload(opened, asked or (side, side), steps=steps, guidance=guidance)
 
 
-@bench.command("ladder")
-def bench_ladder(
+@bench.command("optimisations")
+@bench.command("ladder", hidden=True)  # its name until this release
+def bench_optimisations(
     model: Model,
     cases: Annotated[
         list[str] | None, typer.Argument(help="optimisations with commas; default: every one and stacks")
@@ -252,9 +253,9 @@ def bench_ladder(
 
     Time, memory, energy, and what it costs the picture.
 
-    Example: darkroom bench ladder sd15 --steps 20 --out results.csv
+    Example: darkroom bench optimisations sd15 --steps 20 --out results.csv
     """
-    from darkroom.measure.ladder import bench_ladder as run
+    from darkroom.measure.optimisations import bench_optimisations as run
 
     drawing = _drawing(model, size, steps, guidance, precision, device)
     _measured(run(drawing, cases=cases or (), repeats=repeats, say=console(as_json)), out, as_json)

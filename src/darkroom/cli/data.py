@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from darkroom.cli.door import Json, app, console, progress_bar, show, table
+from darkroom.cli.application import Json, app, console, progress_bar, show, table
 from darkroom.errors import InputError
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from darkroom.cli.door import (
+from darkroom.cli.application import (
     PRECISION_HELP,
     Json,
     Out,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from darkroom.cli.door import columns
+from darkroom.cli.application import columns
 from darkroom.errors import InputError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import typer
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from darkroom.cli.door import SIZE_HELP, size_of
+from darkroom.cli.application import SIZE_HELP, size_of
 from darkroom.picture_settings import GenerateSettings
 
 

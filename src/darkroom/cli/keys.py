@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from darkroom.cli.door import app
+from darkroom.cli.application import app
 from darkroom.errors import InputError
 
 keys = typer.Typer(help="Keys and certificates to sign with.", no_args_is_help=True, rich_markup_mode=None)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from darkroom.cli.door import Json, app, show
+from darkroom.cli.application import Json, app, show
 from darkroom.errors import DarkroomError, InputError
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from darkroom import options
-from darkroom.cli.door import (
+from darkroom.cli.application import (
     CREDENTIALS_HELP,
     PRECISION_HELP,
     PROVENANCE_HELP,
@@ -194,7 +194,7 @@ def generate(
 
     marks, place = files.marks(), models.device(compute.device)
     name = _precision(compute.precision, place, compute.backend)
-    cast, lies_on = sample.ladder.loading(compute.optimise, place, limited=limit is not None)
+    cast, lies_on = sample.optimisations.loading(compute.optimise, place, limited=limit is not None)
     dtype = cast or models.precision(name)
     options.check_pair(compute.backend, models.NAMES[dtype], place.type)
     asked["hires"], between, last = larger.opened()

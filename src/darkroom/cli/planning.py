@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from darkroom.cli.door import Json, app, columns, console, recipe_file, show
+from darkroom.cli.application import Json, app, columns, console, recipe_file, show
 from darkroom.cli.groups import grouped
 from darkroom.errors import InputError, RecipeError
 

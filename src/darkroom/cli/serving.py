@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from darkroom import options
-from darkroom.cli.door import CREDENTIALS_HELP, PRECISION_HELP, PROVENANCE_HELP, SIGN_HELP, app
+from darkroom.cli.application import CREDENTIALS_HELP, PRECISION_HELP, PROVENANCE_HELP, SIGN_HELP, app
 from darkroom.cli.groups import grouped
 from darkroom.errors import InputError
 

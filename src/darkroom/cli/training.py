@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from darkroom.cli.door import RECIPE_HELP, Json, Out, app, columns, console, recipe_file, show
+from darkroom.cli.application import RECIPE_HELP, Json, Out, app, columns, console, recipe_file, show
 from darkroom.cli.groups import grouped
 from darkroom.errors import DarkroomError, InputError
 

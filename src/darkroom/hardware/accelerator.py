@@ -1,7 +1,7 @@
 """The accelerator of this machine, whatever its make: device, streams, waiting and memory.
 
 `torch.accelerator` answers for all of them; `KINDS` has what it does not say. The one file that names
-`torch.cuda`, `torch.xpu` and `torch.mps`, besides the CUDA graphs of `sample.ladder.compiled`;
+`torch.cuda`, `torch.xpu` and `torch.mps`, besides the CUDA graphs of `sample.optimisations.compiled`;
 tests/test_import_rules.py holds the others to that. torch is imported inside functions.
 """
 

@@ -29,8 +29,8 @@ from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.denoise import Unet
 from darkroom.sample.generate import Generation
-from darkroom.sample.ladder.choose import parse
 from darkroom.sample.likeness import likeness
+from darkroom.sample.optimisations.choose import parse
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -166,7 +166,9 @@ def _inputs(model: Model, rows: int, height: int, width: int) -> tuple[torch.Ten
     config: Any = model.unet.config  # type: ignore[union-attr]
     if model.is_sdxl or getattr(config, "time_cond_proj_dim", None):
         raise InputError(
-            f"family {model.family}", allowed="SD 1 and 2", mend="bench ladder and bench batch take SDXL"
+            f"family {model.family}",
+            allowed="SD 1 and 2",
+            mend="bench optimisations and bench batch take SDXL",
         )
     generator = torch.Generator().manual_seed(0)
     x_BCHW = torch.randn(rows, config.in_channels, height, width, generator=generator)
@@ -337,8 +339,8 @@ def _overhead_rows(
         shares.setdefault(name, []).append(1 - in_the_unet[0] / (time.perf_counter() - start))
 
     turns: dict[str, Callable[[], object]] = {"diffusers loop": theirs}
-    for name, rungs in (("darkroom loop", "none"), ("darkroom loop, auto", "auto")):
-        job = Generation(model, [PROMPT], asked, open_backend("torch", model, optimise=rungs))
+    for name, optimise in (("darkroom loop", "none"), ("darkroom loop, auto", "auto")):
+        job = Generation(model, [PROMPT], asked, open_backend("torch", model, optimise=optimise))
         turns[name] = functools.partial(ours, name, job)
     timings = interleave(turns, repeats=repeats)
     case_settings = {**settings, "steps": steps, "guidance": GUIDANCE, "solver": SOLVER}

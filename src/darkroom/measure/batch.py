@@ -10,7 +10,7 @@ from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware import machine
 from darkroom.hardware.memory import has_statistics
 from darkroom.measure.drawing import Metered, StepTimer, Workload
-from darkroom.measure.ladder import DEVICE_LOST, let_go, why_not
+from darkroom.measure.optimisations import DEVICE_LOST, let_go, why_not
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.memory import CPU_MARGIN, Needs, count_needs
@@ -34,7 +34,7 @@ class PrecisionCase:
 
     @property
     def names(self) -> str:
-        """Of the ladder, to get there from float32."""
+        """The optimisations to get there from float32."""
         parts = ["auto"] if self.backend in ("torch", "compile") else []
         parts += [self.precision] if self.precision != "float32" else []
         return ",".join([*parts, *(["autocast"] if self.autocast else [])]) or "none"

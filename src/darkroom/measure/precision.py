@@ -13,7 +13,7 @@ from PIL import Image
 
 from darkroom.errors import InputError
 from darkroom.measure.drawing import Workload
-from darkroom.measure.ladder import rounded
+from darkroom.measure.optimisations import rounded
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement
 from darkroom.picture_settings import MAX_STEPS, GenerateSettings
 from darkroom.sample import denoise
@@ -67,7 +67,7 @@ def compare_precisions(
     repeats: int = 3,
     say: Callable[[str], None] = lambda _: None,
 ) -> Precisions:
-    """Compare the model's own precision with another (`bf16`, `fp16`, `tf32`, `autocast`, any of the ladder).
+    """Compare the model's own precision with another (`bf16`, `fp16`, `tf32`, `autocast`, any optimisation).
 
     Three series by steps: whole runs of n steps in both precisions; what both have after n steps of the
     longest run; and, in the model's own precision, the run of n steps against those intermediates.

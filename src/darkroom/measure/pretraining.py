@@ -20,7 +20,7 @@ from darkroom.counting import counting
 from darkroom.errors import InputError
 from darkroom.hardware import accelerator, machine
 from darkroom.hardware.memory import PeakMemory
-from darkroom.measure.ladder import DEVICE_LOST, why_not
+from darkroom.measure.optimisations import DEVICE_LOST, why_not
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
 from darkroom.models.compiling import compile_blocks, compile_whole
 from darkroom.recipe.sections import OptimSettings, TrainSettings
@@ -64,7 +64,7 @@ _ADDED = {"text_embeds": "pooled", "time_ids": "time_ids"}
 
 
 class SwitchedStep:
-    """One rung: a fresh model and step with its switches."""
+    """One case: a fresh model and step with its switches."""
 
     def __init__(self, family: str, resolution: int, case: str, device: str, unet: Mapping[str, Any]) -> None:
         switches = set() if case == "plain" else set(case.split(","))

@@ -237,10 +237,10 @@ def profile_family(
     place = str(models.device(device))
     case = case or (LADDER[3] if place.startswith("cuda") else LADDER[0])
     side = resolution or models.FAMILIES[family].vae.get("sample_size", 512)
-    rung = SwitchedStep(family, side, case, place, unet or {})
-    inputs = rung.inputs(batch)
-    found = _profiled(rung.step, lambda enter: inputs, Ranks(), place, repeats)
-    settings = {"resolution": side, "batch": batch, "case": case, "precision": rung.precision}
+    switched = SwitchedStep(family, side, case, place, unet or {})
+    inputs = switched.inputs(batch)
+    found = _profiled(switched.step, lambda enter: inputs, Ranks(), place, repeats)
+    settings = {"resolution": side, "batch": batch, "case": case, "precision": switched.precision}
     return IterationProfile(f"{family}, {case}", place, batch, *found, settings)
 
 

@@ -162,19 +162,19 @@ Rows = Sequence[Measurement]
 
 def _drawing_plots(rows: Rows) -> Iterator[str]:
     """What is drawn besides the plots that every table has; nothing for other benchmarks."""
-    draw = {"ladder": _ladder, "batch": _batch, "precision": _precision}.get(rows[0].benchmark)
+    draw = PLOTS.get(rows[0].benchmark)
     if draw is not None:
         yield from draw(rows)
 
 
-def _ladder(rows: Rows) -> Iterator[str]:
+def _memory(rows: Rows) -> Iterator[str]:
     weighed = [row for row in rows if row.peak_memory_bytes]
     if weighed:
         bars = [
             Bar(row.case, (row.peak_memory_bytes or 0) / 1e9, text=format_bytes(row.peak_memory_bytes or 0))
             for row in weighed
         ]
-        svg = plots.bars(bars, label="Peak memory ladder", xlabel="GB")
+        svg = plots.bars(bars, label="Peak memory by optimisation", xlabel="GB")
         yield html.plot("Peak memory", "of the whole process on a CPU, of the allocator on a card", svg)
     compared = [row for row in rows if "ssim" in row.settings]
     if compared:
@@ -204,6 +204,14 @@ def _precision(rows: Rows) -> Iterator[str]:
         ("ssim", "SSIM by steps", "1 is equal"),
     ):
         yield _by(named, "steps", title, caption, _setting(key))
+
+
+PLOTS = {
+    "optimisations": _memory,
+    "ladder": _memory,  # what rows of `bench optimisations` were called
+    "batch": _batch,
+    "precision": _precision,
+}
 
 
 def _setting(key: str) -> Callable[[Measurement], float | None]:

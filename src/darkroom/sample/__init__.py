@@ -3,12 +3,13 @@
 `schedule` reads noise schedules, `solvers` fills a `SolverTable` for each solver (`table` says what is in
 one) and `flow` those of rectified flow, `choice` picks the solver; `denoise` packs rows and takes the steps;
 `prompts` encodes text; `pictures` decodes, saves and reads back; `backends` computes the U-Net and VAE,
-`ladder` optimises them and `memory` keeps them under a limit; `generate` is the whole way in one call.
+`optimisations` makes them quicker or smaller and `memory` keeps them under a limit; `generate` is the whole
+way in one call.
 """
 
 from darkroom.options import BACKENDS
 from darkroom.picture_settings import GenerateSettings, Hires
-from darkroom.sample import ladder
+from darkroom.sample import optimisations
 from darkroom.sample.adapters import Named, read_tags
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
@@ -49,10 +50,10 @@ __all__ = [
     "encode_prompts",
     "expand",
     "generate",
-    "ladder",
     "make_grid",
     "make_table",
     "open_backend",
+    "optimisations",
     "prompt_in",
     "read_axes",
     "read_parameters",

@@ -27,10 +27,10 @@ from darkroom.sample.backends.eager import torch_backend
 from darkroom.sample.choice import default_solver, make_table
 from darkroom.sample.control import Control, ControlledUnet, Controls
 from darkroom.sample.denoise import Condition, KnownPart, Row, Stage, denoise
-from darkroom.sample.ladder.choose import AUTO
-from darkroom.sample.ladder.choose import parse as parse_optimisations
-from darkroom.sample.ladder.steps import interval_of
 from darkroom.sample.memory import count_needs, optimise_within, pictures_that_fit
+from darkroom.sample.optimisations.choose import AUTO
+from darkroom.sample.optimisations.choose import parse as parse_optimisations
+from darkroom.sample.optimisations.steps import interval_of
 from darkroom.sample.pictures import Picture, free_on_card
 from darkroom.sample.prompt_schedule import PromptStage, composed, readings
 from darkroom.sample.prompts import (
@@ -83,7 +83,7 @@ def generate(
     (ESRGAN) that makes finished pictures larger, `hires_network` one between the passes of `hires`.
     `batch_rows` bounds the pictures of one U-Net call (guidance doubles the rows in it); the pictures do
     not depend on it. `backend` computes: `torch`, `compile`, `onnx`, `openvino`, or one opened before
-    (`open_backend`). `optimise` names optimisations of `sample.ladder`; the model stays as it is. `memory`
+    (`open_backend`). `optimise` names some of `sample.optimisations`; the model stays as it is. `memory`
     ('3GB' or bytes) is what the job stays under: resident on a CPU, allocated on CUDA. `device` is where
     the work is done, if that is not where the weights lie, and `dtype` what it is done in with a limit on
     memory, if that is not the weights' type. `progress(done, total)` counts steps. What was substituted

@@ -27,10 +27,10 @@ from darkroom.models.adapters.bank import ROWS
 from darkroom.models.mapped import are_mapped, is_mapped, let_go
 from darkroom.models.quiet import quiet
 from darkroom.options import parse_bytes
-from darkroom.sample.ladder.applied import Applied, look_alike
-from darkroom.sample.ladder.choose import conflict, optimise, parse, place_of
-from darkroom.sample.ladder.streamed import READ, computed_in
-from darkroom.sample.ladder.vae import VaeFront
+from darkroom.sample.optimisations.applied import Applied, look_alike
+from darkroom.sample.optimisations.choose import conflict, optimise, parse, place_of
+from darkroom.sample.optimisations.streamed import READ, computed_in
+from darkroom.sample.optimisations.vae import VaeFront
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 
 if TYPE_CHECKING:

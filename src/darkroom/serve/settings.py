@@ -193,7 +193,9 @@ class ServeSettings(BaseModel):
     device: str = "auto"
     precision: str = "float32"
     backend: str = "torch"
-    optimise: str | None = Field(None, description="of `sample.ladder`; None: auto, as far as adapters allow")
+    optimise: str | None = Field(
+        None, description="optimisations by name; None: auto, as far as adapters allow"
+    )
     variant: str | None = None
     revision: str | None = None
     drain_s: float = Field(30.0, ge=0, description="time to finish running jobs at shutdown")

@@ -15,7 +15,7 @@ from darkroom.models.adapters.blocks import names_of
 from darkroom.models.adapters.layers import Factors, Layer
 from darkroom.models.adapters.read import adaptable, merge, merge_all
 from darkroom.models.model import Model
-from darkroom.sample.ladder.choose import optimise
+from darkroom.sample.optimisations.choose import optimise
 from models.made_adapters import everywhere, made
 
 CLOSE, APART = 1e-5, 1e-2

@@ -22,7 +22,7 @@ from serve.studio import reopened
 @pytest.fixture(scope="module")
 def server(model_folder, adapter_folder, tmp_path_factory) -> Iterator[Server]:
     """A real server with adapters, without keys."""
-    state = tmp_path_factory.mktemp("doors") / "state"
+    state = tmp_path_factory.mktemp("api") / "state"
     started = Server(model_folder, state, "--adapters", str(adapter_folder))
     yield started.ready()
     started.kill()

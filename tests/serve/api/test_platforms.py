@@ -27,7 +27,7 @@ def tensor(name: str, datatype: str, *data: object) -> dict[str, object]:
 
 
 def native(http: httpx.Client, server: Server, **request: object) -> Image.Image:
-    """The same picture by the native door."""
+    """The same picture by the native API."""
     job = http.post("/jobs", json=request).json()["id"]
     server.finished(job)
     return opened(http.get(f"/jobs/{job}/pictures/0").content)

@@ -75,8 +75,8 @@ class Running:
     """An engine on a model of its own."""
 
     def __init__(self, model: models.Model, *, folder=None, capacity=12, unet=None, lanes=2, **more) -> None:
-        rungs = "fused_attention" if model.is_dit else "fused_attention,lean"  # as served beside adapters
-        backend = open_backend("torch", model, optimise=rungs)
+        optimise = "fused_attention" if model.is_dit else "fused_attention,lean"  # as served beside adapters
+        backend = open_backend("torch", model, optimise=optimise)
         self.model = model = backend.model
         if more.get("fixed_rows") is not None:
             steady(model.unet)

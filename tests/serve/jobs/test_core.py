@@ -593,7 +593,7 @@ def test_a_job_accepted_while_the_server_is_told_to_stop_is_kept_and_its_client_
         job = await core.submit(QUICK, key="a", job_id="x")
         with pytest.raises(Refused) as caught:
             await core.finished(job.id, key="a")
-        await core.cancel(job.id, key="a")  # as a door does for a client that it could not serve
+        await core.cancel(job.id, key="a")  # as the API does for a client that it could not serve
         return caught.value
 
     async def later(core):

@@ -37,7 +37,7 @@ def open_backend(
 ) -> Backend:
     """A model made ready by one of `BACKENDS`.
 
-    `optimise` names optimisations: any of the ladder's for torch and compile; for the others those that do
+    `optimise` names optimisations: any for torch and compile; for the others those that do
     not change the U-Net. `device` is where torch works if that is not where the weights lie (offloading).
     `notice` hears of exports and other long work before it starts. InputError for what cannot be.
     """
@@ -56,7 +56,7 @@ def _check_pair(
     name: str, model: Model, optimise: Sequence[str] | str, device: torch.device | str | None
 ) -> None:
     """InputError where the backend cannot compute in the precision that the model has, or is cast to."""
-    from darkroom.sample.ladder.choose import loading
+    from darkroom.sample.optimisations.choose import loading
 
     weight = next(model.unet.parameters())  # type: ignore[union-attr]
     where = weight.device if device is None else torch.device(device)

@@ -42,9 +42,9 @@ class Backend:
     times_s: dict[str, float] = field(default_factory=dict)
     """Seconds of work done once, by what it was: export, compile, warm-up."""
     model: Model | None = None
-    """The model as the ladder changed it, its text encoders too; None where it is the one that was opened."""
+    """The model as optimisations changed it, with its text encoders; None: the one that was opened."""
     optimised: tuple[str, ...] = ()
-    """The ladder's optimisations in place."""
+    """Optimisations in place."""
     reasons: list[str] = field(default_factory=list)
     """Why they were chosen, where `auto` chose."""
     guidance_interval: tuple[float, float] | None = None

@@ -1,4 +1,4 @@
-"""The `torch` backend: the model's own modules, as they are or as the ladder changed them; and `compile`.
+"""The `torch` backend: the model's own modules, as they are or as optimisations changed them; and `compile`.
 
 Shapes: B rows, C H W latents.
 """
@@ -19,7 +19,7 @@ from darkroom.sample.denoise import Unet
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
-    from darkroom.sample.ladder.applied import Applied
+    from darkroom.sample.optimisations.applied import Applied
 
 
 def unet_call(unet: Any) -> Unet:
@@ -55,19 +55,19 @@ def unet_call(unet: Any) -> Unet:
 def open_torch(
     model: Model, optimise: Sequence[str] | str = (), device: torch.device | str | None = None
 ) -> Backend:
-    """The model's modules as a backend, with what `optimise` names of the ladder in place.
+    """The model's modules as a backend, with the optimisations that `optimise` names in place.
 
     The model itself stays as it is: look-alikes of its modules are changed. `device` is where the work
     is done if that is not where the weights lie.
     """
-    from darkroom.sample.ladder.choose import optimise as put_in_place
+    from darkroom.sample.optimisations.choose import optimise as put_in_place
 
     applied = put_in_place(model, optimise, device)
     return torch_backend(applied)
 
 
 def torch_backend(applied: Applied) -> Backend:
-    """A model with the ladder's optimisations in place, as a backend."""
+    """A model with its optimisations in place, as a backend."""
     dtype = next(applied.model.unet.parameters()).dtype  # type: ignore[union-attr]
     return Backend(
         "torch",
@@ -92,7 +92,7 @@ def open_compiled(
     device: torch.device | str | None,
     notice: Callable[[str], None],
 ) -> Backend:
-    """The torch backend with the ladder's `compile` among its optimisations; its first call compiles.
+    """The torch backend with `compile` among its optimisations; its first call compiles.
 
     Compiled code stays in PyTorch's own cache folder, so the next process starts quicker.
     """

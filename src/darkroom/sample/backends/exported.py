@@ -79,7 +79,7 @@ class ExportEngine(ABC):
 
 
 BESIDE_THE_UNET = frozenset({"bf16", "fp16", "fused_attention", "guidance_interval", "tiny_vae"})
-"""The ladder's optimisations that an exported U-Net can have: attention is fused in the engines anyway."""
+"""Optimisations that an exported U-Net can have: attention is fused in the engines anyway."""
 
 
 def open_exported(
@@ -93,14 +93,14 @@ def open_exported(
     The text encoders (under 1 % of a picture's work) and the VAE's encoder stay with torch, also where the
     others are in 8 bits.
     """
-    from darkroom.sample import ladder
+    from darkroom.sample import optimisations
 
     # What `auto` would take is the engine's own business.
-    choices = ladder.parse(optimise)
+    choices = optimisations.parse(optimise)
     in_8_bits = any(choice.name == "int8" for choice in choices) and engine_of.quantises
-    left_out = {ladder.AUTO, *(["int8"] if in_8_bits else [])}
+    left_out = {optimisations.AUTO, *(["int8"] if in_8_bits else [])}
     named = [str(choice) for choice in choices if choice.name not in left_out]
-    applied = ladder.optimise(model, named)
+    applied = optimisations.optimise(model, named)
     weight = next(applied.model.unet.parameters())  # type: ignore[union-attr]
     engine = engine_of(weight.device, weight.dtype)
     for choice in applied.choices:

@@ -20,7 +20,7 @@ from darkroom.data.loader import ReadSettings
 from darkroom.models.folder import replaced_folder
 from darkroom.models.model import Model
 from darkroom.models.quiet import quiet
-from darkroom.sample.ladder.tiny_vae import TinyPair, is_tiny_vae
+from darkroom.sample.optimisations.tiny_vae import TinyPair, is_tiny_vae
 from darkroom.train.objective import square_error
 from darkroom.train.tasks.autoencoder import decibels, unit_pixels
 from darkroom.train.tasks.diffusion import Columns, distance, edge_distance

@@ -19,7 +19,7 @@ from torch import nn
 from darkroom.models.mapped import cast_opened
 from darkroom.models.quiet import quiet
 from darkroom.sample.denoise import Unet
-from darkroom.sample.ladder.vae import VaeFront
+from darkroom.sample.optimisations.vae import VaeFront
 from darkroom.sample.pictures import decode, decode_pixels, encode, free_on_card
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Choice:
 
 @dataclass(repr=False)
 class Applied:
-    """What optimisations made of a model. Rungs fill it in; the torch backend takes it from here."""
+    """What optimisations made of a model. Optimisations fill it in; the torch backend takes it from here."""
 
     model: Model
     """Starts as the given model; holds look-alikes of the modules that were changed."""

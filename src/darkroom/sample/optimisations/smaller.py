@@ -1,4 +1,4 @@
-"""Rungs that take less memory: VAE slices and tiles, weights that wait in main memory, int8, fp8."""
+"""Optimisations that take less memory: VAE slices and tiles, weights that wait in main memory, int8, fp8."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 from darkroom.errors import InputError, MissingExtra
 from darkroom.hardware.accelerator import kind_of
-from darkroom.sample.ladder.applied import Applied
-from darkroom.sample.ladder.rung import ComputeTarget
-from darkroom.sample.ladder.vae import TILE_PIXELS
+from darkroom.sample.optimisations.applied import Applied
+from darkroom.sample.optimisations.optimisation import ComputeTarget
+from darkroom.sample.optimisations.vae import TILE_PIXELS
 
 SMALLEST_TILE = 64
 # Smaller linear layers gain nothing from int8 or fp8: turning numbers costs more than it saves.

@@ -10,7 +10,7 @@ import torch
 
 from darkroom import models, sample
 from darkroom.errors import InputError
-from darkroom.sample import ladder
+from darkroom.sample import optimisations
 from darkroom.sample.likeness import likeness
 
 SETTINGS = {"steps": 4, "seed": 3, "guidance": 5.0, "size": (64, 32)}
@@ -94,7 +94,7 @@ def test_the_model_stays_as_it_was(tiny, plain):
 
 
 def test_a_look_alike_takes_no_memory(tiny):
-    twin = ladder.optimise(tiny, "fused_qkv").model.unet
+    twin = optimisations.optimise(tiny, "fused_qkv").model.unet
     assert twin is not tiny.unet
     assert twin.conv_in.weight.data_ptr() == tiny.unet.conv_in.weight.data_ptr()
 
@@ -105,10 +105,10 @@ def test_every_optimisation_is_listed_with_what_it_is():
         *("compile_regional", "cuda_graphs", "trace", "attention_slicing", "vae_slicing", "vae_tiling"),
         *("offload_model", "offload_sequential", "offload_group", "int8", "fp8", "guidance_interval"),
         *("feature_cache", "tiny_vae", "lcm"),
-    } <= set(ladder.RUNGS)
-    assert all(rung.kind in ladder.KINDS and rung.says for rung in ladder.RUNGS.values())
-    for rung in ladder.RUNGS.values():
-        assert set(rung.excludes) <= set(ladder.RUNGS), rung.name
+    } <= set(optimisations.OPTIMISATIONS)
+    assert all(one.kind in optimisations.KINDS and one.says for one in optimisations.OPTIMISATIONS.values())
+    for one in optimisations.OPTIMISATIONS.values():
+        assert set(one.excludes) <= set(optimisations.OPTIMISATIONS), one.name
 
 
 @pytest.mark.parametrize(
@@ -146,38 +146,38 @@ def test_every_optimisation_is_listed_with_what_it_is():
 )
 def test_what_cannot_be_is_refused_with_the_reason(tiny, names, words):
     with pytest.raises(InputError, match=words) as refused:
-        ladder.optimise(tiny, names)
+        optimisations.optimise(tiny, names)
     assert refused.value.exit_code == 2
     assert "\n" not in str(refused.value)
 
 
 def test_auto_says_what_it_picks_and_leaves_out(tiny):
-    applied = ladder.optimise(tiny, "auto")
+    applied = optimisations.optimise(tiny, "auto")
     assert applied.names == ("fused_attention", "lean")
     assert any("auto picks fused_attention" in reason for reason in applied.reasons)
     assert any("auto leaves out compile" in reason for reason in applied.reasons)
 
 
 def test_auto_steps_back_from_what_was_asked_for(tiny):
-    applied = ladder.optimise(tiny, "auto,attention_slicing")
+    applied = optimisations.optimise(tiny, "auto,attention_slicing")
     assert applied.names == ("attention_slicing",)
     assert any("leaves out fused_attention" in reason for reason in applied.reasons)
 
 
 def test_auto_on_a_card_is_lossless():
-    place = ladder.ComputeTarget(torch.device("cuda"), torch.float16)
-    from darkroom.sample.ladder.choose import best
+    place = optimisations.ComputeTarget(torch.device("cuda"), torch.float16)
+    from darkroom.sample.optimisations.choose import best
 
     picked = best(place)
     assert {"fused_attention", "lean", "fused_qkv", "channels_last"} == set(picked)
-    assert all(ladder.RUNGS[name].kind == ladder.LOSSLESS for name in picked)
-    assert all(not ladder.conflict(a, b) for a in picked for b in picked)
+    assert all(optimisations.OPTIMISATIONS[name].kind == optimisations.LOSSLESS for name in picked)
+    assert all(not optimisations.conflict(a, b) for a in picked for b in picked)
 
 
 def test_pairs_are_refused_either_way_round():
-    assert ladder.conflict("fused_attention", "attention_slicing")
-    assert ladder.conflict("attention_slicing", "fused_attention")
-    assert ladder.conflict("channels_last", "fused_qkv") is None
+    assert optimisations.conflict("fused_attention", "attention_slicing")
+    assert optimisations.conflict("attention_slicing", "fused_attention")
+    assert optimisations.conflict("channels_last", "fused_qkv") is None
 
 
 def test_guidance_interval_drops_rows_and_says_so(tiny, plain):
@@ -206,9 +206,9 @@ def test_an_interval_of_all_levels_changes_nothing(tiny, plain):
 
 def test_the_paper_s_interval_covers_the_middle_of_sd_s_steps():
     table = sample.make_table("ddim", models.FAMILIES["sd15"].scheduler, 20)
-    low, high = ladder.interval_of(table, 0.28, 5.42)
+    low, high = optimisations.interval_of(table, 0.28, 5.42)
     assert 0 < low < 0.5 < high < 1
-    assert ladder.interval_of(table, 1000, 2000) == (0.0, 0.0)
+    assert optimisations.interval_of(table, 1000, 2000) == (0.0, 0.0)
 
 
 def test_two_models_in_one_process_share_nothing(tiny):

@@ -1,4 +1,4 @@
-"""`Optimisation`: one named optimisation. `rungs` holds them all."""
+"""`Optimisation`: one named optimisation. `table` holds them all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from darkroom.hardware.accelerator import capability
-from darkroom.sample.ladder.applied import Applied
+from darkroom.sample.optimisations.applied import Applied
 
 LOSSLESS, STATED, LOSSY, OTHER = "lossless", "stated", "lossy", "another model"
 KINDS = {
@@ -21,7 +21,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class ComputeTarget:
-    """What a rung is asked to work on."""
+    """What an optimisation is asked to work on."""
 
     device: torch.device
     dtype: torch.dtype
@@ -61,5 +61,5 @@ class Optimisation:
 
 
 def needs_cuda(what: str) -> Callable[[ComputeTarget], str | None]:
-    """For rungs that only a CUDA (or ROCm) device can do."""
+    """For optimisations that only a CUDA (or ROCm) device can do."""
     return lambda place: None if place.on_cuda else f"{what}; this is {place.device.type}"

@@ -18,7 +18,7 @@ from torch import nn
 
 from darkroom.errors import InputError, is_system_failure
 from darkroom.models.checked import read_json, tensor_types
-from darkroom.sample.ladder.applied import Applied
+from darkroom.sample.optimisations.applied import Applied
 
 OF_FAMILY = {"sdxl": "madebyollin/taesdxl"}
 OTHERS = "madebyollin/taesd"

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from darkroom import models, sample
 from darkroom.errors import InputError
-from darkroom.sample.ladder.choose import optimise
-from darkroom.sample.ladder.tiny_vae import Residual, load_tiny
-from darkroom.sample.ladder.vae import VaeFront, in_tiles
 from darkroom.sample.likeness import levels, likeness, psnr
+from darkroom.sample.optimisations.choose import optimise
+from darkroom.sample.optimisations.tiny_vae import Residual, load_tiny
+from darkroom.sample.optimisations.vae import VaeFront, in_tiles
 
 CPU = torch.device("cpu")
 
@@ -186,7 +186,7 @@ TILED = """
 import json, sys, torch
 from darkroom import models
 from darkroom.hardware.memory import PeakMemory, resident_bytes
-from darkroom.sample.ladder.choose import optimise
+from darkroom.sample.optimisations.choose import optimise
 from darkroom.sample.memory import count_needs, resident_now, return_freed_memory, CPU_MARGIN
 return_freed_memory()
 torch.set_num_threads(1)

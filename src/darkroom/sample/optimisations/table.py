@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from darkroom.sample.ladder import attention, compiled, precision, smaller, steps, streamed
-from darkroom.sample.ladder.rung import LOSSLESS, LOSSY, OTHER, STATED, Optimisation, needs_cuda
-from darkroom.sample.ladder.tiny_vae import tiny_vae
+from darkroom.sample.optimisations import attention, compiled, precision, smaller, steps, streamed
+from darkroom.sample.optimisations.optimisation import (
+    LOSSLESS,
+    LOSSY,
+    OTHER,
+    STATED,
+    Optimisation,
+    needs_cuda,
+)
+from darkroom.sample.optimisations.tiny_vae import tiny_vae
 
 ONE_TYPE = "weights have one type"
 ONE_OFFLOAD = "weights wait in one way"
@@ -15,9 +22,9 @@ HOOKS = "the hooks that move weights cannot take quantised ones apart"
 NO_PYTHON = "it leaves no Python to spare"
 BY_PARTS = "feature_cache calls the U-Net's layers one by one"
 
-RUNGS: dict[str, Optimisation] = {
-    rung.name: rung
-    for rung in (
+OPTIMISATIONS: dict[str, Optimisation] = {
+    one.name: one
+    for one in (
         Optimisation(
             "lcm", OTHER, "few steps with LCM weights or an LCM adapter", steps.lcm,
             excludes={

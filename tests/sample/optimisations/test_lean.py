@@ -7,8 +7,8 @@ import torch
 from diffusers.models.attention_processor import Attention
 
 from darkroom import models, sample
-from darkroom.sample import ladder
-from darkroom.sample.ladder.lean import LeanAttention, LeanBlock, LeanFeedForward, LeanResnet
+from darkroom.sample import optimisations
+from darkroom.sample.optimisations.lean import LeanAttention, LeanBlock, LeanFeedForward, LeanResnet
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_the_numbers_are_the_same_to_the_bit(model, others):
 
 
 def test_every_block_is_replaced_and_the_model_stays(model):
-    unet = ladder.optimise(model, "lean").model.unet
+    unet = optimisations.optimise(model, "lean").model.unet
     kinds = [type(module) for module in unet.modules()]
     assert {LeanAttention, LeanBlock, LeanFeedForward, LeanResnet} <= set(kinds)
     assert Attention not in kinds

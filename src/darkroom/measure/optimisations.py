@@ -1,4 +1,4 @@
-"""`darkroom bench ladder`: every optimisation against the plain model, one by one and in sensible stacks."""
+"""`darkroom bench optimisations`: each one, and sensible stacks, against the plain model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from darkroom.errors import DarkroomError, InputError, is_out_of_memory
 from darkroom.hardware import accelerator
 from darkroom.measure.drawing import Metered, StepTimer, Workload
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory, synchronise
-from darkroom.sample import ladder
+from darkroom.sample import optimisations
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.likeness import likeness
 from darkroom.sample.pictures import Picture
 
 PLAIN = "plain"
-"""The model as it is: `none` of the ladder."""
+"""The model as it is: `none` of `sample.optimisations`."""
 STACKS = {
     "cpu": ("auto", "bf16,auto", "bf16,auto,guidance_interval", "bf16,auto,guidance_interval,feature_cache"),
     "cuda": (
@@ -55,12 +55,12 @@ class Start:
 
 
 def default_cases(device: str) -> tuple[str, ...]:
-    """Every rung that needs no file of its own, then the stacks that make sense on a device."""
-    rungs = tuple(name for name in ladder.RUNGS if name not in LEFT_OUT)
-    return (*rungs, *STACKS["cuda" if device.startswith("cuda") else "cpu"])
+    """Every optimisation that needs no file of its own, then the stacks that make sense on a device."""
+    singles = tuple(name for name in optimisations.OPTIMISATIONS if name not in LEFT_OUT)
+    return (*singles, *STACKS["cuda" if device.startswith("cuda") else "cpu"])
 
 
-def bench_ladder(
+def bench_optimisations(
     drawing: Workload,
     *,
     cases: Sequence[str] = (),
@@ -70,16 +70,16 @@ def bench_ladder(
     """Rows for each case, as they come: latency end to end and its ratio to the plain model's, in turns with
     it; steps/s of the loop, peak memory, energy, cost; how far the pictures are from the plain ones. What
     cannot work on the device, ran out of memory or failed is a row that says so, and the next case follows.
-    Cold and warm starts are rows of `ladder-start`.
+    Cold and warm starts are rows of `optimisations-start`.
     """
     if repeats < 1:
         raise InputError(f"repeats {repeats}", allowed="1 or more")
     for names in cases:
-        ladder.parse(names)  # a misspelt name is refused before anything is measured
-    return _ladder_rows(drawing, cases or default_cases(drawing.device), repeats, say)
+        optimisations.parse(names)  # a misspelt name is refused before anything is measured
+    return _optimisation_rows(drawing, cases or default_cases(drawing.device), repeats, say)
 
 
-def _ladder_rows(
+def _optimisation_rows(
     drawing: Workload, cases: Sequence[str], repeats: int, say: Callable[[str], None]
 ) -> Iterator[Measurement]:
     device = drawing.device
@@ -87,7 +87,7 @@ def _ladder_rows(
     flops = drawing.flops_per_image()
     yield _plain_row(drawing, plain, repeats, flops)
     for names in cases:
-        say(f"ladder: {names}")
+        say(f"optimisations: {names}")
         try:
             yield from _case(drawing, names, plain, repeats, flops)
         except DEVICE_LOST:
@@ -125,7 +125,9 @@ def _case(drawing: Workload, names: str, plain: Start, repeats: int, flops: int)
     with _aside(drawing, names):
         _, peak = peak_memory(run, device)
     likely = likeness([p.image for p in cold.pictures], [p.image for p in plain.pictures])
-    lossy = any(ladder.RUNGS[_name(one)].kind == ladder.LOSSY for one in cold.backend.optimised)
+    lossy = any(
+        optimisations.OPTIMISATIONS[_name(one)].kind == optimisations.LOSSY for one in cold.backend.optimised
+    )
     rows = [
         _row(
             drawing, names, timings[names], timings[PLAIN], run, watch, peak,
@@ -158,7 +160,7 @@ def _starts(drawing: Workload, names: str, cold: Start) -> list[Measurement]:
     warm = _start(drawing, names, drawing.device)
     return [
         measurement(
-            "ladder-start",
+            "optimisations-start",
             Timing(f"{names}, {kind}", (start.seconds,), 0.0, None),
             device=drawing.device,
             settings=drawing.settings(start=kind),
@@ -181,7 +183,7 @@ def _row(
     first_s: float,
 ) -> Measurement:
     return measurement(
-        "ladder",
+        "optimisations",
         timing,
         baseline=plain,
         images=len(drawing.prompts),
@@ -203,7 +205,7 @@ def _without(drawing: Workload, names: str, note: str) -> Measurement:
 
     here = machine()
     return Measurement(
-        benchmark="ladder",
+        benchmark="optimisations",
         case=names,
         settings=drawing.settings(),
         machine=here.name,

@@ -1,4 +1,4 @@
-"""Rungs of number formats and memory layout: tf32, fp16, bf16, autocast, channels_last."""
+"""Optimisations of number formats and memory layout: tf32, fp16, bf16, autocast, channels_last."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 from darkroom.errors import InputError
 from darkroom.sample.denoise import Unet
-from darkroom.sample.ladder.applied import Applied
-from darkroom.sample.ladder.rung import ComputeTarget
+from darkroom.sample.optimisations.applied import Applied
+from darkroom.sample.optimisations.optimisation import ComputeTarget
 
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

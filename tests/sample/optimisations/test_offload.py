@@ -7,8 +7,8 @@ import torch
 
 from darkroom import sample
 from darkroom.sample.backends.eager import torch_backend
-from darkroom.sample.ladder.applied import Applied
-from darkroom.sample.ladder.rungs import RUNGS
+from darkroom.sample.optimisations.applied import Applied
+from darkroom.sample.optimisations.table import OPTIMISATIONS
 
 SETTINGS = {"steps": 3, "guidance": 5.0, "seed": 2}
 
@@ -17,7 +17,7 @@ SETTINGS = {"steps": 3, "guidance": 5.0, "seed": 2}
 def test_offloaded_models_make_the_same_pictures(tiny, name):
     plain = sample.generate(tiny, "a red circle", optimise="none", **SETTINGS)[0]
     applied = Applied(tiny, torch.device("cpu"))
-    RUNGS[name].apply(applied, "")
+    OPTIMISATIONS[name].apply(applied, "")
     made = sample.generate(tiny, "a red circle", backend=torch_backend(applied), **SETTINGS)[0]
     torch.testing.assert_close(made.latents, plain.latents, atol=1e-5, rtol=1e-5)
     other = sample.generate(tiny, "a red circle", backend=torch_backend(applied), **{**SETTINGS, "seed": 5})[
@@ -29,6 +29,6 @@ def test_offloaded_models_make_the_same_pictures(tiny, name):
 
 def test_sequential_weights_are_nowhere_between_calls(tiny):
     applied = Applied(tiny, torch.device("cpu"))
-    RUNGS["offload_sequential"].apply(applied, "")
+    OPTIMISATIONS["offload_sequential"].apply(applied, "")
     assert all(p.device.type == "meta" for p in applied.model.unet.parameters())
     assert all(p.device.type == "cpu" for p in tiny.unet.parameters())

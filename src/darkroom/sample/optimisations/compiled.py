@@ -1,4 +1,4 @@
-"""Rungs that compile or capture the U-Net: compile, compile_regional, cuda_graphs, trace.
+"""Optimisations that compile or capture the U-Net: compile, compile_regional, cuda_graphs, trace.
 
 Compiled code is kept on disk by PyTorch's own cache, so that the next process starts quicker.
 """
@@ -19,8 +19,8 @@ from torch import nn
 from darkroom.errors import InputError
 from darkroom.models.compiling import MOST_SHAPES, Compiled, CompiledBlocks
 from darkroom.sample.denoise import Unet
-from darkroom.sample.ladder.applied import Applied, CallOf
-from darkroom.sample.ladder.rung import ComputeTarget
+from darkroom.sample.optimisations.applied import Applied, CallOf
+from darkroom.sample.optimisations.optimisation import ComputeTarget
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CAPTURE_WARMUP = 3

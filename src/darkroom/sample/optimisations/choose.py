@@ -12,9 +12,9 @@ from darkroom.errors import InputError
 from darkroom.hardware.accelerator import kind_of
 from darkroom.models.adapters.bank import ROWS
 from darkroom.models.image_prompt import ImageAttention
-from darkroom.sample.ladder.applied import Applied, Choice
-from darkroom.sample.ladder.rung import ComputeTarget
-from darkroom.sample.ladder.rungs import RUNGS
+from darkroom.sample.optimisations.applied import Applied, Choice
+from darkroom.sample.optimisations.optimisation import ComputeTarget
+from darkroom.sample.optimisations.table import OPTIMISATIONS
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -30,11 +30,11 @@ def optimise(
 ) -> Applied:
     """Put named optimisations in place; the model itself stays as it is.
 
-    `names` are those of `RUNGS`, an argument after a colon (`feature_cache:3`), `auto` for the best lossless
-    set for the device, `none` for the model as it is; one text may hold several, with commas. `device` is
-    where the work is done, the weights' own device unless said; `dtype` what it is done in, the weights' own
-    type unless said. InputError for names that are unknown, do
-    not go together, or cannot work on the device.
+    `names` are those of `OPTIMISATIONS`, an argument after a colon (`feature_cache:3`), `auto` for the
+    best lossless set for the device, `none` for the model as it is; one text may hold several, with
+    commas. `device` is where the work is done, the weights' own device unless said; `dtype` what it is
+    done in, the weights' own type unless said. InputError for names that are unknown, do not go together,
+    or cannot work on the device.
     """
     place = place_of(model, device)
     choices = parse(names)
@@ -48,7 +48,7 @@ def optimise(
             choices = [choice for choice in choices if choice.name != "fused_qkv"]
     check(choices, place)
     _check_attention(model, choices)
-    ordered = sorted(choices, key=lambda choice: list(RUNGS).index(choice.name))
+    ordered = sorted(choices, key=lambda choice: list(OPTIMISATIONS).index(choice.name))
     applied = Applied(model, place.device, tuple(ordered), reasons=reasons)
     if place.device != _lies(model) and not _offloads(choices):
         for module in applied.own_all().values():
@@ -56,7 +56,7 @@ def optimise(
     if dtype is not None:
         applied.cast(dtype)
     for choice in ordered:
-        RUNGS[choice.name].apply(applied, choice.argument)
+        OPTIMISATIONS[choice.name].apply(applied, choice.argument)
     return applied
 
 
@@ -112,9 +112,9 @@ def parse(names: Sequence[str] | str) -> list[Choice]:
     for choice in choices:
         if choice.name == AUTO and not choice.argument:
             continue
-        if choice.name not in RUNGS:
-            raise InputError(f"optimise '{choice.name}'", allowed=", ".join((AUTO, NONE, *RUNGS)))
-        if choice.argument and not RUNGS[choice.name].argument:
+        if choice.name not in OPTIMISATIONS:
+            raise InputError(f"optimise '{choice.name}'", allowed=", ".join((AUTO, NONE, *OPTIMISATIONS)))
+        if choice.argument and not OPTIMISATIONS[choice.name].argument:
             raise InputError(f"optimise '{choice}'", allowed=f"{choice.name}, without an argument")
     chosen_names = [choice.name for choice in choices]
     if doubled := next((name for name in chosen_names if chosen_names.count(name) > 1), None):
@@ -125,9 +125,9 @@ def parse(names: Sequence[str] | str) -> list[Choice]:
 def check(choices: Iterable[Choice], place: ComputeTarget) -> None:
     """InputError where a choice cannot work on the device, or two exclude each other."""
     for choice in choices:
-        if place.is_dit and RUNGS[choice.name].needs_unet:
+        if place.is_dit and OPTIMISATIONS[choice.name].needs_unet:
             raise InputError(f"optimise '{choice}' with a diffusion transformer", mend="leave it out")
-        if lack := RUNGS[choice.name].lacks(place):
+        if lack := OPTIMISATIONS[choice.name].lacks(place):
             raise InputError(f"optimise '{choice}': {lack}")
     for one, other in combinations(choices, 2):
         if reason := conflict(one.name, other.name):
@@ -136,7 +136,7 @@ def check(choices: Iterable[Choice], place: ComputeTarget) -> None:
 
 def conflict(one: str, other: str) -> str | None:
     """Why two optimisations do not go together; None where they do."""
-    return RUNGS[one].excludes.get(other) or RUNGS[other].excludes.get(one)
+    return OPTIMISATIONS[one].excludes.get(other) or OPTIMISATIONS[other].excludes.get(one)
 
 
 def best(place: ComputeTarget) -> dict[str, str]:
@@ -168,10 +168,10 @@ def _with_auto(choices: list[Choice], place: ComputeTarget) -> tuple[list[Choice
         if name in {choice.name for choice in named}:
             continue
         against = next((c.name for c in named if conflict(name, c.name)), None)
-        if place.is_dit and RUNGS[name].needs_unet:
+        if place.is_dit and OPTIMISATIONS[name].needs_unet:
             reasons.append(f"auto leaves out {name}: it is of U-Nets")
             continue
-        if against or RUNGS[name].lacks(place):
+        if against or OPTIMISATIONS[name].lacks(place):
             reasons.append(f"auto leaves out {name}: not with {against}")
             continue
         taken.append(Choice(name))

@@ -13,8 +13,8 @@ from darkroom.sample import denoise
 from darkroom.sample.backends.eager import unet_call
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Condition, Row
-from darkroom.sample.ladder.choose import conflict, optimise
-from darkroom.sample.ladder.deep import FeatureCache, Shallow
+from darkroom.sample.optimisations.choose import conflict, optimise
+from darkroom.sample.optimisations.deep import FeatureCache, Shallow
 
 STEPS = 9
 

@@ -15,8 +15,8 @@ from torch import nn
 from darkroom.errors import InputError
 from darkroom.hardware.memory import drop_file_pages, file_mappings
 from darkroom.models.mapped import are_mapped, is_mapped
-from darkroom.sample.ladder.applied import Applied
-from darkroom.sample.ladder.rung import ComputeTarget
+from darkroom.sample.optimisations.applied import Applied
+from darkroom.sample.optimisations.optimisation import ComputeTarget
 
 SMALL_BYTES = 2**18
 """Layers smaller than this are read once and stay: norms, small projections."""

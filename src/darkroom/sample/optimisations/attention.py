@@ -1,4 +1,4 @@
-"""Rungs of attention: fused, fused projections, sliced, and the plain one to compare with."""
+"""Optimisations of attention: fused, fused projections, sliced, and the plain one to compare with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 from typing import Any
 
 from darkroom.errors import InputError
-from darkroom.sample.ladder.applied import Applied
+from darkroom.sample.optimisations.applied import Applied
 
 
 def fused_attention(applied: Applied, argument: str) -> None:
@@ -71,6 +71,6 @@ def attention_slicing(applied: Applied, argument: str) -> None:
 
 def lean(applied: Applied, argument: str) -> None:
     """Attention blocks without diffusers' checks at each call, and a text's keys and values made once."""
-    from darkroom.sample.ladder.lean import make_lean
+    from darkroom.sample.optimisations.lean import make_lean
 
     make_lean(applied.own("unet"))

@@ -1,4 +1,4 @@
-"""Rungs that change the steps: guidance_interval, feature_cache, lcm."""
+"""Optimisations that change the steps: guidance_interval, feature_cache, lcm."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 from darkroom.errors import InputError
 from darkroom.sample.denoise import Unet
-from darkroom.sample.ladder.applied import Applied, CallOf
-from darkroom.sample.ladder.deep import EVERY, FeatureCache, Shallow
+from darkroom.sample.optimisations.applied import Applied, CallOf
+from darkroom.sample.optimisations.deep import EVERY, FeatureCache, Shallow
 from darkroom.sample.solvers import SolverTable
 
 INTERVAL = (0.28, 5.42)
