@@ -107,7 +107,7 @@ def reference(package: str) -> str:
     rows, blocks = [], []
     for name in sorted(public(package), key=lambda name: rank(home_of(package, name)[1])):
         module, node = home_of(package, name)
-        if is_module(module) and module.endswith(f".{name}"):
+        if node is None and is_module(module) and module.endswith(f".{name}"):
             continue  # a package of its own
         first = docstring(module, name, node).split("\n\n")[0].replace("\n", " ")
         rows.append(f"| [`{name}`][{module}.{name}] | {first.replace('|', chr(92) + '|')} |")

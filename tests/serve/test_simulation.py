@@ -11,7 +11,7 @@ from darkroom.serve.jobs import store
 from serve.simulation import Violation, run
 
 SHORT = 8
-NIGHTLY = int(os.environ.get("SIMULATION_SEEDS", "3000"))
+NIGHTLY = int(os.environ.get("SIMULATION_SEEDS", "1000"))
 
 
 def run_all(seeds: range) -> None:
