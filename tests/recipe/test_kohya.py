@@ -107,7 +107,7 @@ def test_a_lora_is_read_whole_and_what_is_unknown_is_named(tmp_path: Path, folde
         5e-5,
         1e-5,
     )
-    assert (optim.name, optim.decay, optim.warmup_steps) == ("adamw8bit", "cosine", 7)
+    assert (optim.name, optim.decay, optim.warmup_steps) == ("adamw8bit", "cosine", 14)
     assert (optim.weight_decay, optim.beta2) == (0.05, 0.99)
     assert (data.resolution, data.buckets, data.clip_skip, data.max_token_length) == (512, True, 1, 225)
     assert (data.shuffle_tags, data.keep_tokens) == (True, 1)

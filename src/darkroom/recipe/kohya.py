@@ -551,7 +551,7 @@ def _sets(read: RecipeDraft, given: Mapping[str, Any], folder: Path) -> None:
 
 def _balance(sets: list[dict[str, Any]], is_class: list[bool]) -> int:
     """Let class pictures come as often as the others, as sd-scripts have it; pictures of an epoch."""
-    counts = [one.get("repeats", 1) * _pictures_in(one["folder"]) for one in sets]
+    counts = [int(one.get("repeats", 1)) * _pictures_in(one["folder"]) for one in sets]
     class_pictures = sum(count for count, of_class in zip(counts, is_class, strict=True) if of_class)
     own_pictures = sum(counts) - class_pictures
     if not class_pictures or not own_pictures:
