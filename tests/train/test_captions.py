@@ -83,6 +83,24 @@ def test_tags_warm_up_as_kohyas_do() -> None:
     assert kept_tags(TAGS, 0, 0, least=0, share=0.0) == ""
 
 
+def test_tags_warm_up_from_the_first_and_are_dealt_then(base: Path, photos: Path, tmp_path: Path) -> None:
+    """sd-scripts cut a caption's tags before they shuffle them: the first of the caption come first."""
+    prompt = "a, " + ", ".join(f"t{i}" for i in range(20))
+    warm = ("data.token_warmup_steps=40", "data.token_warmup_min=2", "data.keep_tokens=1")
+    recipe = recipe_for("lora", base, photos, f"data.prompt='{prompt}'", "data.shuffle_tags=true", *warm)
+    job = make_job(recipe, Pinned(tmp_path / "run"))
+    seen = []
+    with job.feed(0) as batches:
+        for k, batch in zip(range(5), batches, strict=False):
+            there = 2 + int(k / 40 * 18)
+            for caption in batch["caption"]:
+                first, *rest = caption.split(", ")
+                assert first == "a"
+                assert sorted(rest) == sorted(f"t{i}" for i in range(there))
+                seen.append(rest)
+    assert any(rest != sorted(rest, key=lambda tag: int(tag[1:])) for rest in seen)
+
+
 def test_wildcards_choose_evenly_and_inside_each_other() -> None:
     found = Counter(chosen_wildcards("a {red|{light|dark} blue} dog", key) for key in range(3000))
     assert set(found) == {"a red dog", "a light blue dog", "a dark blue dog"}
