@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,27 @@ def test_captions_are_read_as_generate_reads_prompts(base: Path, weighted: bool,
     with torch.no_grad():
         skipped, _ = Reading(3, weighted, 1 - clip_skip).states(model, [found[0][None]], [found[1][None]])
     assert (skipped - states).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.2])
+def test_weights_keep_a_mean_only_where_there_is_one(base: Path, bias: float) -> None:
+    """A1111's factor, old mean by new one, is rounding by rounding where the last norm has no bias."""
+    model = models.load(base)
+    encoder: Any = model.text_encoders[0]
+    with torch.no_grad():
+        encoder.final_layer_norm.bias.fill_(bias)
+    for n in range(8):
+        prompt = f"a {'blue ' * n}dog (one:1.2), a cat"
+        plain, _ = encode_prompts(model, [prompt.replace("(", "").replace(":1.2)", "")], (64, 64))
+        weighted, _ = encode_prompts(model, [prompt], (64, 64), weighting="a1111")
+        was, now = plain[0].text_LD, weighted[0].text_LD
+        found = Reading(1, True).tokens(model, prompt)
+        scaled = was * found[1].T
+        expected = scaled * (was.mean() / scaled.mean()) if bias else scaled
+        torch.testing.assert_close(now, expected, rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            states, _ = Reading(1, True).states(model, [found[0][None]], [found[1][None]])
+        torch.testing.assert_close(states[0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_caption_longer_than_all_parts_is_cut(base: Path) -> None:
