@@ -11,6 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from darkroom import models
 from darkroom.cli import app
 from darkroom.errors import RecipeError
 from darkroom.recipe import Recipe, make_recipe
@@ -19,6 +20,7 @@ from darkroom.recipe.kohya import (
     BLOCKS,
     ENDS,
     NETWORK,
+    PRESETS,
     SEVERAL,
     TABLE,
     TEXT,
@@ -28,6 +30,7 @@ from darkroom.recipe.kohya import (
 from darkroom.recipe.read import read_sweep
 from darkroom.recipe.reference import find_keys
 from darkroom.train.run import train
+from darkroom.train.tasks.lora import target_layers
 
 LORA = """
 [model]
@@ -301,6 +304,29 @@ def test_lycoris_presets_choose_the_layers(tmp_path: Path) -> None:
     assert large["targets"] == (*BLOCKS, *TEXT)
     with pytest.raises(RecipeError, match=r"network_args preset: 'mine.toml'; allowed: full, full-lin"):
         network(tmp_path, "lycoris.kohya", "preset=mine.toml")
+
+
+@pytest.mark.parametrize(
+    ("base", "attentions", "full", "text"), [("sd15", 192, 278, (72,)), ("sdxl", 722, 788, (72, 192))]
+)
+def test_the_layers_are_as_many_as_sd_scripts_log(
+    base: str, attentions: int, full: int, text: tuple[int, ...]
+) -> None:
+    """`create LoRA for U-Net: 192 modules`, and so on; LyCORIS' outer layers are four more."""
+    model = models.create(base, parts=("unet", "text_encoder"), device="meta")
+    found = {
+        name: {
+            part: len(target_layers(part, module, (*unet, *of_text)))
+            for part, module in model.modules.items()
+        }
+        for name, (unet, of_text) in PRESETS.items()
+    }
+    assert (found["attn-mlp"]["unet"], found["full"]["unet"]) == (attentions, full + 4)
+    assert tuple(found["full"].values())[1:] == text
+    assert not any(tuple(found["unet-only"].values())[1:])
+    for unet, of_text in PRESETS.values():
+        for pattern in (*unet, *of_text):
+            assert any(target_layers(part, one, (pattern,)) for part, one in model.modules.items()), pattern
 
 
 def test_lokr_of_whole_matrices_is_read(tmp_path: Path) -> None:
