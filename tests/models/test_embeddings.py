@@ -11,7 +11,10 @@ from safetensors.torch import save_file
 from darkroom import models
 from darkroom.errors import InputError, ModelError
 from darkroom.models.model import Model
+from darkroom.prepare.encoders import text_states, tokenize
+from darkroom.recipe.sections import WordSettings
 from darkroom.sample import encode_prompts
+from darkroom.train.tasks.textual_inversion import add_word
 
 
 @pytest.fixture
@@ -88,6 +91,66 @@ def test_sdxl_has_one_for_each_encoder(tmp_path: Path) -> None:
     assert [tuple(v.shape) for v in one.vectors] == [(2, 768), (2, 1280)]
     with pytest.raises(ModelError, match="width 768 and 1280; allowed: 64 for tiny"):
         models.add_embeddings(models.create("tiny", seed=1), [one])
+
+
+@pytest.fixture
+def published() -> Model:
+    """A small model of SDXL's build whose eos_token_id is 2, as those of published models are."""
+    tokenizer = models.train_tokenizer(["a photo of a cat in the snow by the sea"] * 3, vocab_size=600)
+    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text |= {"projection_dim": 16, "vocab_size": len(tokenizer), "eos_token_id": 2}
+    unet = {
+        "block_out_channels": [8, 16, 16],
+        "transformer_layers_per_block": [1, 1, 1],
+        "layers_per_block": 1,
+    }
+    unet |= {"norm_num_groups": 4, "attention_head_dim": 4, "cross_attention_dim": 32, "sample_size": 8}
+    unet |= {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 16 + 6 * 8}
+    vae = {"block_out_channels": [8, 8, 8], "norm_num_groups": 4, "layers_per_block": 1, "sample_size": 32}
+    overrides = {"unet": unet, "vae": vae, "text_encoder": text, "text_encoder_2": text}
+    return models.create("sdxl", seed=1, tokenizer=tokenizer, overrides=overrides)
+
+
+def pooled(model: Model, prompt: str) -> torch.Tensor:
+    return encode_prompts(model, [prompt], (32, 32))[0][0].added["text_embeds"]
+
+
+def at_the_end(model: Model, prompt: str) -> torch.Tensor:
+    """The projected state of the first end token, written out."""
+    tokenizer, encoder = model.tokenizers[-1], model.text_encoders[-1]
+    ids = tokenizer(prompt, padding="max_length", return_tensors="pt").input_ids
+    with torch.no_grad():
+        states = encoder(ids, output_hidden_states=True).last_hidden_state
+        end = ids[0].tolist().index(tokenizer.eos_token_id)
+        return encoder.text_projection(states[:, end])[0]
+
+
+PLACES = ("in the snow", "by the sea")
+
+
+def test_sdxls_pooled_text_is_of_the_whole_prompt_also_with_a_new_word(
+    published: Model, tmp_path: Path
+) -> None:
+    """transformers takes the state of the highest id, which is the word's: nothing behind it would count."""
+    before = pooled(published, "a photo of a cat")
+    save_file({"clip_l": vectors(1, 16), "clip_g": vectors(1, 16)}, str(tmp_path / "sks.safetensors"))
+    models.add_embeddings(published, models.find_embeddings(tmp_path))
+    snow, sea = (pooled(published, f"a photo of sks {place}") for place in PLACES)
+    torch.testing.assert_close(snow, at_the_end(published, f"a photo of <embedding:sks> {PLACES[0]}"))
+    assert (snow - sea).abs().max() > 1e-3
+    assert torch.equal(pooled(published, "a photo of a cat"), before)
+
+
+def test_so_is_the_pooled_text_that_a_new_word_is_trained_with(published: Model) -> None:
+    add_word(published, WordSettings(token="<x>", initial="a"))
+    ids = tokenize(published.tokenizers, [f"a photo of <x> {place}" for place in PLACES])
+    with torch.no_grad():
+        _, both = text_states(published.text_encoders, ids)
+    assert both is not None
+    for place, found in zip(PLACES, both, strict=True):
+        torch.testing.assert_close(found, at_the_end(published, f"a photo of <x> {place}"))
+    assert (both[0] - both[1]).abs().max() > 1e-3
+    assert published.text_encoders[-1].config.eos_token_id == published.tokenizers[-1].eos_token_id
 
 
 def test_what_is_no_embedding_is_refused(model: Model, tmp_path: Path) -> None:

@@ -11,13 +11,26 @@ from PIL import Image
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from darkroom import models
 from darkroom.cli import app
 from darkroom.errors import RecipeError
 from darkroom.recipe import Recipe, make_recipe
-from darkroom.recipe.kohya import NETWORK, SEVERAL, TABLE, table
+from darkroom.recipe.kohya import (
+    ATTENTIONS,
+    BLOCKS,
+    ENDS,
+    NETWORK,
+    PRESETS,
+    SEVERAL,
+    TABLE,
+    TEXT,
+    TIMES,
+    table,
+)
 from darkroom.recipe.read import read_sweep
 from darkroom.recipe.reference import find_keys
 from darkroom.train.run import train
+from darkroom.train.tasks.lora import target_layers
 
 LORA = """
 [model]
@@ -80,23 +93,24 @@ def test_a_lora_is_read_whole_and_what_is_unknown_is_named(tmp_path: Path, folde
     assert recipe.task == "lora"
     adapter, optim, train, data = recipe.adapter, recipe.optim, recipe.train, recipe.data
     assert adapter is not None
-    assert (adapter.kind, adapter.rank, adapter.alpha, adapter.targets) == ("lora", 16, 1, "conv")
+    assert (adapter.kind, adapter.rank, adapter.alpha) == ("lora", 16, 1)
+    assert adapter.targets == (*BLOCKS, *ENDS, *TIMES, *TEXT)  # of LyCORIS' preset full
     assert (adapter.conv_rank, adapter.conv_alpha, adapter.rank_dropout) == (8, 4, 0.1)
     assert adapter.text_encoder  # sd-scripts train it unless told otherwise
     assert [(Path(one.folder).name, one.repeats, one.prompt, one.loss_weight) for one in data.sets] == [
         ("10_sks dog", 10, "sks dog", 1.0),
         ("5_cat", 5, "cat", 1.0),
-        ("1_dog", 1, "dog", 0.5),
+        ("1_dog", 40, "dog", 0.5),
     ]
     assert (train.micro_batch, train.global_batch, train.precision) == (2, 6, "bf16")
-    assert train.steps == 4 * 7  # 41 pictures, 7 batches of 6 an epoch
+    assert train.steps == 4 * 14  # 40 pictures and as many of the class: 14 batches of 6 an epoch
     assert (optim.lr, optim.unet_lr, optim.text_encoder_lr, optim.text_encoder_2_lr) == (
         1e-4,
         2e-4,
         5e-5,
         1e-5,
     )
-    assert (optim.name, optim.decay, optim.warmup_steps) == ("adamw8bit", "cosine", 7)
+    assert (optim.name, optim.decay, optim.warmup_steps) == ("adamw8bit", "cosine", 14)
     assert (optim.weight_decay, optim.beta2) == (0.05, 0.99)
     assert (data.resolution, data.buckets, data.clip_skip, data.max_token_length) == (512, True, 1, 225)
     assert (data.shuffle_tags, data.keep_tokens) == (True, 1)
@@ -109,7 +123,7 @@ def test_a_lora_is_read_whole_and_what_is_unknown_is_named(tmp_path: Path, folde
         "perturbation": 0.1,
     }
     left_out = next(line for line in recipe.derived if line.startswith("not known here and left out: "))
-    assert left_out.split(": ")[1] == "network_args preset, optimizer_args momentum"
+    assert left_out.split(": ")[1] == "optimizer_args momentum"
 
 
 def test_optimisers_and_their_arguments_are_read(tmp_path: Path) -> None:
@@ -135,9 +149,10 @@ def test_optimisers_and_their_arguments_are_read(tmp_path: Path) -> None:
     assert (came["name"], came["beta3"], came["weight_decay"]) == ("came", 0.999, 0.02)
     absolute = optim("AdaFactor", "scale_parameter=False", "relative_step=False", "warmup_init=False")
     assert (absolute["name"], absolute["scale_parameter"], absolute["lr"]) == ("adafactor", False, 1e-4)
-    prodigy = optim(
-        "Prodigy", "decouple=True", "d_coef=2", "use_bias_correction=True", "safeguard_warmup=True"
-    )
+    assert absolute["weight_decay"] == 0.0
+    relative = optim("AdaFactor")  # sd-scripts pass learning_rate by
+    assert (relative["scale_parameter"], relative["lr"], relative["decay"]) == (True, 1e-2, "constant")
+    prodigy = optim("Prodigy", "decouple=True", "d_coef=2", "use_bias_correction=True")
     assert (prodigy["d_coef"], prodigy["use_bias_correction"]) == (2.0, True)
 
 
@@ -244,6 +259,128 @@ network_train_unet_only = true
     assert (recipe.adapter.rank, recipe.adapter.alpha, recipe.adapter.text_encoder) == (4, 1, False)
     assert recipe.adapter.targets == ("*attentions.*",)
     assert (recipe.train.steps, recipe.train.global_batch, recipe.train.seed) == (1600, 1, 7)
+    assert recipe.optim.lr == 2e-6
+
+
+BASE = 'pretrained_model_name_or_path = "{base}"\nlearning_rate = 1e-4\n'
+
+
+def network(path: Path, module: str, *arguments: str, more: str = "", base: str = "sd15") -> Recipe:
+    quoted = ", ".join(f'"{one}"' for one in arguments)
+    text = f'{BASE.format(base=base)}network_module = "{module}"\nnetwork_args = [{quoted}]\n{more}\n'
+    return read(path, text, "data.folder=pictures")
+
+
+def adapter_read(path: Path, *given: str, **more: str) -> dict[str, Any]:
+    found = network(path, *given, **more).adapter
+    assert found is not None
+    return found.model_dump()
+
+
+def test_convolutions_scale_as_each_network_module_has_it(tmp_path: Path) -> None:
+    """alpha / rank of convolutions: sd-scripts' own alpha is 1, LyCORIS' that of the linear layers."""
+    plain = network(
+        tmp_path, "networks.lora", "conv_dim=8", more="network_dim = 16\nnetwork_alpha = 4"
+    ).adapter
+    lycoris = network(
+        tmp_path, "lycoris.kohya", "conv_dim=8", more="network_dim = 16\nnetwork_alpha = 4"
+    ).adapter
+    without = network(tmp_path, "lycoris.kohya", more="network_dim = 16\nnetwork_alpha = 4").adapter
+    assert plain is not None
+    assert lycoris is not None
+    assert without is not None
+    kernel, linear = "unet.up_blocks.0.resnets.0.conv1", "unet.up_blocks.0.attentions.0.proj_in"
+    assert [one.scale_of(kernel) for one in (plain, lycoris, without)] == [1 / 8, 4 / 8, 4 / 16]
+    assert [one.scale_of(linear) for one in (plain, lycoris, without)] == [4 / 16] * 3
+    assert (plain.targets, without.targets) == ("conv", (*BLOCKS, *ENDS, *TIMES, *TEXT))
+
+
+def test_lycoris_presets_choose_the_layers(tmp_path: Path) -> None:
+    linear = adapter_read(tmp_path, "lycoris.kohya", "preset=attn-mlp", "conv_dim=8")
+    assert (linear["targets"], linear["conv_rank"]) == ((ATTENTIONS, *TEXT), None)
+    alone = adapter_read(tmp_path, "lycoris.kohya", "preset=unet-only")
+    assert (alone["targets"], alone["text_encoder"]) == ((*BLOCKS, *ENDS, *TIMES), False)
+    large = adapter_read(tmp_path, "lycoris.kohya", base="stabilityai/stable-diffusion-xl-base-1.0")
+    assert large["targets"] == (*BLOCKS, *TEXT)
+    with pytest.raises(RecipeError, match=r"network_args preset: 'mine.toml'; allowed: full, full-lin"):
+        network(tmp_path, "lycoris.kohya", "preset=mine.toml")
+
+
+@pytest.mark.parametrize(
+    ("base", "attentions", "full", "text"), [("sd15", 192, 278, (72,)), ("sdxl", 722, 788, (72, 192))]
+)
+def test_the_layers_are_as_many_as_sd_scripts_log(
+    base: str, attentions: int, full: int, text: tuple[int, ...]
+) -> None:
+    """`create LoRA for U-Net: 192 modules`, and so on; LyCORIS' outer layers are four more."""
+    model = models.create(base, parts=("unet", "text_encoder"), device="meta")
+    found = {
+        name: {
+            part: len(target_layers(part, module, (*unet, *of_text)))
+            for part, module in model.modules.items()
+        }
+        for name, (unet, of_text) in PRESETS.items()
+    }
+    assert (found["attn-mlp"]["unet"], found["full"]["unet"]) == (attentions, full + 4)
+    assert tuple(found["full"].values())[1:] == text
+    assert not any(tuple(found["unet-only"].values())[1:])
+    for unet, of_text in PRESETS.values():
+        for pattern in (*unet, *of_text):
+            assert any(target_layers(part, one, (pattern,)) for part, one in model.modules.items()), pattern
+
+
+def test_lokr_of_whole_matrices_is_read(tmp_path: Path) -> None:
+    for arguments, dim in ((("algo=lokr", "full_matrix=True"), 8), (("algo=lokr", "factor=8"), 100_000)):
+        assert (
+            adapter_read(tmp_path, "lycoris.kohya", *arguments, more=f"network_dim = {dim}")["rank"] == 4096
+        )
+    assert adapter_read(tmp_path, "lycoris.kohya", "algo=lokr", more="network_dim = 8")["rank"] == 8
+
+
+def test_a_text_encoder_of_rate_0_is_not_trained(tmp_path: Path) -> None:
+    none = network(tmp_path, "networks.lora", more="text_encoder_lr = 0")
+    assert none.adapter is not None
+    assert (none.adapter.text_encoder, none.adapter.targets) == (False, (ATTENTIONS,))
+    first = network(tmp_path, "networks.lora", more="text_encoder_lr = [5e-5, 0]")
+    assert first.adapter is not None
+    assert (first.adapter.text_encoder, first.optim.text_encoder_lr) == (True, 5e-5)
+    assert [(rule.match, rule.lr_scale) for rule in first.optim.layers] == [("text_encoder_2", 0.0)]
+    text = (
+        BASE.format(base="sdxl")
+        + "train_text_encoder = true\nlearning_rate_te1 = 0\nlearning_rate_te2 = 1e-6"
+    )
+    whole = read(tmp_path, text, "data.folder=pictures")
+    assert (whole.model.train_text_encoder, whole.optim.text_encoder_2_lr) == (True, 1e-6)
+    assert [rule.match for rule in whole.optim.layers] == ["text_encoder"]
+    assert not read(tmp_path, BASE.format(base="sdxl"), "data.folder=pictures").model.train_text_encoder
+
+
+def test_clip_skip_is_not_read_for_sdxl(tmp_path: Path) -> None:
+    """sd-scripts' SDXL trainers always take the last layer but one."""
+    header = b'{"conditioner.embedders.1.model.ln_final.bias": {}}'
+    (tmp_path / "mine.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    for base, layers in (("sd15", 1), ("sdxl", 0), (str(tmp_path / "mine.safetensors"), 0), ("me/mine", 1)):
+        recipe = read(tmp_path, BASE.format(base=base) + "clip_skip = 2", "data.folder=pictures")
+        assert recipe.data.clip_skip == layers, base
+        assert any("clip_skip" in line for line in recipe.derived) == (base != "sd15"), base
+
+
+def test_a_prefix_stands_apart(tmp_path: Path) -> None:
+    text = BASE.format(base="sd15") + 'caption_prefix = "photo of"\ncaption_suffix = "at night"'
+    data = read(tmp_path, text, "data.folder=pictures").data
+    assert (data.caption_prefix, data.caption_suffix) == ("photo of ", " at night")
+
+
+def test_more_class_pictures_than_others_come_no_more_often(tmp_path: Path, folders: dict[str, str]) -> None:
+    """50 times the class: the subject's repeats grow instead. An epoch is both, once."""
+    for i in range(1, 100):
+        Image.new("RGB", (8, 8)).save(Path(folders["others"]) / "1_dog" / f"{i}.png")
+    sets = 'train_data_dir = "{pictures}"\nreg_data_dir = "{others}"\nmax_train_epochs = 1\n'.format(
+        **folders
+    )
+    recipe = read(tmp_path, BASE.format(base="sd15") + sets)
+    assert [one.repeats for one in recipe.data.sets] == [50, 25, 2]  # 3 * 50 + 2 * 25 = 100 * 2
+    assert recipe.train.steps == 80
 
 
 @pytest.mark.parametrize(
@@ -253,6 +390,11 @@ network_train_unet_only = true
         ('lr_scheduler = "polynomial"', "lr_scheduler: 'polynomial' is not known here"),
         ('resolution = "512,768"', "resolution: 512,768: width and height differ"),
         ('network_module = "networks.dylora"', "network_module: 'networks.dylora'; allowed: networks.lora"),
+        (
+            'network_module = "networks.oft"',
+            "network_module: 'networks.oft', whose network_dim is a number of",
+        ),
+        ('optimizer_args = ["eps=1,2"]', "optimizer_args eps: '1,2'; allowed: a number"),
         ('train_data_dir = "nowhere"', "train_data_dir: no folder 'nowhere'"),
         ("= broken", "not readable as TOML"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +45,27 @@ def test_captions_are_read_as_generate_reads_prompts(base: Path, weighted: bool,
     assert (skipped - states).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("bias", [0.0, 0.2])
+def test_weights_keep_a_mean_only_where_there_is_one(base: Path, bias: float) -> None:
+    """A1111's factor, old mean by new one, is rounding by rounding where the last norm has no bias."""
+    model = models.load(base)
+    encoder: Any = model.text_encoders[0]
+    with torch.no_grad():
+        encoder.final_layer_norm.bias.fill_(bias)
+    for n in range(8):
+        prompt = f"a {'blue ' * n}dog (one:1.2), a cat"
+        plain, _ = encode_prompts(model, [prompt.replace("(", "").replace(":1.2)", "")], (64, 64))
+        weighted, _ = encode_prompts(model, [prompt], (64, 64), weighting="a1111")
+        was, now = plain[0].text_LD, weighted[0].text_LD
+        found = Reading(1, True).tokens(model, prompt)
+        scaled = was * found[1].T
+        expected = scaled * (was.mean() / scaled.mean()) if bias else scaled
+        torch.testing.assert_close(now, expected, rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            states, _ = Reading(1, True).states(model, [found[0][None]], [found[1][None]])
+        torch.testing.assert_close(states[0], expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_caption_longer_than_all_parts_is_cut(base: Path) -> None:
     model = models.load(base)
     whole, cut = (Reading(n).tokens(model, LONG)[0] for n in (3, 1))
@@ -81,6 +103,24 @@ def test_tags_warm_up_as_kohyas_do() -> None:
         assert len(kept_tags(TAGS, 0, 1, least=2, share=step / 10).split(", ")) == expected
     assert kept_tags(TAGS, 0, 1, least=9, share=0.0) == TAGS
     assert kept_tags(TAGS, 0, 0, least=0, share=0.0) == ""
+
+
+def test_tags_warm_up_from_the_first_and_are_dealt_then(base: Path, photos: Path, tmp_path: Path) -> None:
+    """sd-scripts cut a caption's tags before they shuffle them: the first of the caption come first."""
+    prompt = "a, " + ", ".join(f"t{i}" for i in range(20))
+    warm = ("data.token_warmup_steps=40", "data.token_warmup_min=2", "data.keep_tokens=1")
+    recipe = recipe_for("lora", base, photos, f"data.prompt='{prompt}'", "data.shuffle_tags=true", *warm)
+    job = make_job(recipe, Pinned(tmp_path / "run"))
+    seen = []
+    with job.feed(0) as batches:
+        for k, batch in zip(range(5), batches, strict=False):
+            there = 2 + int(k / 40 * 18)
+            for caption in batch["caption"]:
+                first, *rest = caption.split(", ")
+                assert first == "a"
+                assert sorted(rest) == sorted(f"t{i}" for i in range(there))
+                seen.append(rest)
+    assert any(rest != sorted(rest, key=lambda tag: int(tag[1:])) for rest in seen)
 
 
 def test_wildcards_choose_evenly_and_inside_each_other() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,6 +80,28 @@ def test_what_was_trained_is_what_is_merged_from_its_file(case: str, tmp_path: P
     with safe_open(file, framework="pt") as opened:
         module = opened.metadata()["ss_network_module"]
     assert module == ("networks.lora" if case == "lora" else "lycoris.kohya")
+
+
+def test_lokr_of_two_whole_factors_has_no_alpha() -> None:
+    """LyCORIS' rule: what has no rank is not divided by it. Of others the scale is alpha / rank."""
+    layer = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+    for rank, whole in ((64, True), (1, False)):
+        settings = AdapterSettings(kind="lokr", targets=(layer,), rank=rank, alpha=rank / 8)
+        model = models.create("tiny", seed=3)
+        assert model.unet is not None
+        before = model.unet.get_submodule(layer).weight.detach().clone()
+        values = stirred(model, settings)
+        made: Any = model.unet.get_submodule(layer)
+        given = {name.split(".")[-2]: value for name, value in values.items()}
+        assert ("lokr_w2" in given) == whole
+        two = given["lokr_w2"] if whole else given["lokr_w2_a"] @ given["lokr_w2_b"]
+        expected = torch.kron(given["lokr_w1"], two) * (1 if whole else 1 / 8)
+        x = torch.randn(2, 3, before.shape[1])
+        with torch.no_grad():
+            torch.testing.assert_close(made.eval()(x) - x @ before.T, x @ expected.T, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(
+            adapter_of("it", values, settings, {}).layers[f"unet.{layer}"].delta(), expected
+        )
 
 
 def test_an_untrained_adapter_of_every_kind_changes_nothing() -> None:

@@ -27,6 +27,7 @@ from darkroom.train.optim import (
     optimiser_tensors,
     parameter_groups,
     restore_optimiser,
+    set_lr,
 )
 from darkroom.train.run import train
 from darkroom.train.step import Step
@@ -178,6 +179,62 @@ def test_adafactor_with_absolute_rates_moves_as_far_as_the_rate_says() -> None:
     assert np.sqrt((moved[0] ** 2).mean()) == pytest.approx(1e-2, rel=0.01)  # the update's mean square is one
     size = np.sqrt((absolute[0]["unet.m"] ** 2).mean())
     assert np.sqrt((moved[1] ** 2).mean()) == pytest.approx(1e-2 * size, rel=0.05)
+
+
+def test_adafactor_is_the_papers_however_small_gradients_are() -> None:
+    """Algorithm 4 of Shazeer & Stern (2018), in float64; gradients of 1e-6 are usual in fine-tuning."""
+
+    def factored(grads: list[Tensor], weight: Tensor) -> Tensor:
+        row, column = torch.zeros(6, 1).double(), torch.zeros(1, 8).double()
+        for t, grad in enumerate(grads, 1):
+            beta = 1 - t**-0.8
+            square = grad.double().square() + 1e-30
+            row = beta * row + (1 - beta) * square.mean(dim=1, keepdim=True)
+            column = beta * column + (1 - beta) * square.mean(dim=0, keepdim=True)
+            update = grad / (row * column / row.mean()).sqrt()
+            update /= max(1.0, update.square().mean().sqrt())
+            weight = weight - 1e-2 * max(1e-3, weight.square().mean().sqrt()) * update
+        return weight
+
+    torch.manual_seed(0)
+    start = torch.randn(6, 8)
+    loud = [torch.randn(6, 8) * scale for scale in (1.0, 0.2, 0.5, 0.1)]
+    for scale in (1.0, 1e-4, 1e-6):
+        param = start.clone().requires_grad_()
+        settings = OptimSettings(name="adafactor", lr=1e-2)
+        optimiser = make_optimiser(parameter_groups({"unet.m": param}, {"unet": 1e-2}, 0.0), settings)
+        grads = [scale * grad for grad in loud]
+        for grad in grads:
+            param.grad = grad.clone()
+            optimiser.step()
+        torch.testing.assert_close(
+            param.detach(), factored(grads, start.double()).float(), rtol=1e-4, atol=1e-5
+        )
+    assert (param.detach() - start).abs().max() > 1e-3
+
+
+def test_what_stops_stays_with_schedule_free_too() -> None:
+    """Its step moves weights towards their average at a rate of 0 as well."""
+    params = params_of()
+    rules = ({"match": "unet.m", "stop_step": 3}, {"match": "unet.k", "start_step": 2})
+    settings = OptimSettings.model_validate({"name": "schedule-free", "lr": 1e-2, "layers": rules})
+    optimiser = make_optimiser(parameter_groups(params, {"unet": 1e-2}, 0.01, settings), settings)
+    seen: dict[str, list[Tensor]] = {name: [] for name in params}
+    for k in range(6):
+        for name, param in params.items():
+            seen[name].append(param.detach().clone())
+            param.grad = torch.ones_like(param)
+        set_lr(optimiser, 1.0, k)
+        clipped_step(optimiser, gradient_norm(params.values()), None)
+    moved = {
+        name: [not torch.equal(a, b) for a, b in itertools.pairwise([*values, params[name].detach()])]
+        for name, values in seen.items()
+    }
+    assert moved["unet.m"] == [True] * 3 + [False] * 3
+    assert moved["unet.k"] == [False] * 2 + [True] * 4
+    assert moved["unet.b"] == [True] * 6
+    step = (seen["unet.k"][3] - seen["unet.k"][2]).abs().max()
+    assert step < 2e-2  # the first step of what starts late is no larger than others
 
 
 def test_lions_defaults_are_a_third_of_the_rate_and_thrice_the_decay() -> None:

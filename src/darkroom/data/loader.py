@@ -343,11 +343,12 @@ class Assembler:
             captions = [read.around[0] + caption + read.around[1] for caption in captions]
         for purpose, used, change in (
             (Purpose.WILDCARDS, read.wildcards, draws.chosen_wildcards),
+            (Purpose.TAGS, bool(read.token_warmup[0]), partial(self._warmed_up, batch.k)),
             (Purpose.TAGS, read.shuffle_tags, partial(draws.shuffled_tags, keep=read.keep_tokens)),
             (
                 Purpose.TAG_DROPOUT,
-                bool(read.tag_dropout or read.token_warmup[0]),
-                partial(self._kept, batch.k),
+                bool(read.tag_dropout),
+                partial(draws.kept_tags, keep=read.keep_tokens, dropout=read.tag_dropout),
             ),
         ):
             if used:
@@ -361,11 +362,11 @@ class Assembler:
         tags = read.shuffle_tags or read.tag_dropout or read.token_warmup[0] or read.wildcards
         return bool(read.prompts or read.prompt_column or tags or read.around != ("", ""))
 
-    def _kept(self, k: int, caption: str, key: int) -> str:
-        """What is left of a caption's tags at step k."""
-        read, (steps, least) = self._read, self._read.token_warmup
+    def _warmed_up(self, k: int, caption: str, key: int) -> str:
+        """The first of a caption's tags, so many as are there yet at step k."""
+        steps, least = self._read.token_warmup
         share = k / steps if k < steps else None
-        return draws.kept_tags(caption, key, read.keep_tokens, read.tag_dropout, least, share)
+        return draws.kept_tags(caption, key, self._read.keep_tokens, least=least, share=share)
 
     def _drop_captions(self, batch: Batch) -> None:
         rate = self._read.caption_dropout

@@ -169,7 +169,21 @@ def _add(tokenizer: Any, encoder: Any, embeddings: Sequence[tuple[Embedding, tor
     count, width = joined.shape
     encoder.set_input_embeddings(nn.Embedding(count, width, _weight=joined).requires_grad_(False))
     encoder.config.vocab_size = len(joined)
+    pool_at_end(encoder, tokenizer)
     tokenizer.darkroom_words = words
+
+
+def pool_at_end(encoder: Any, tokenizer: Any) -> None:
+    """Let an encoder pool at the end token, also where a new word has a higher id.
+
+    By published configurations, whose eos_token_id is 2, transformers takes the state of the highest id: with
+    a new word in the prompt the state of that word, which knows nothing of what follows.
+    """
+    for module in encoder.modules():
+        if getattr(module, "eos_token_id", None) == 2:
+            module.eos_token_id = tokenizer.eos_token_id
+    if encoder.config.eos_token_id == 2:
+        encoder.config.eos_token_id = tokenizer.eos_token_id
 
 
 def with_words(tokenizer: Any, text: str) -> str:

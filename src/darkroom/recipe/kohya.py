@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from darkroom.errors import RecipeError
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 REPEATS = re.compile(r"(\d+)_(.+)")
+MOST_REPEATS = 10_000
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,8 @@ TABLE: dict[str, KohyaOption] = {
     "seed": KohyaOption("train.seed"),
     "mixed_precision": KohyaOption("train.precision", _choice("mixed_precision", PRECISIONS)),
     "gradient_checkpointing": KohyaOption("train.gradient_checkpointing"),
-    "learning_rate": KohyaOption("optim.lr", _number),
+    "learning_rate": KohyaOption("optim.lr", _number, "2e-6 where it is not given, as there"),
     "unet_lr": KohyaOption("optim.unet_lr", _number),
-    "learning_rate_te1": KohyaOption("optim.text_encoder_lr", _number),
-    "learning_rate_te2": KohyaOption("optim.text_encoder_2_lr", _number),
     "stop_text_encoder_training": KohyaOption("optim.text_encoder_steps"),
     "lr_scheduler": KohyaOption("optim.decay", _choice("lr_scheduler", DECAYS)),
     "optimizer_type": KohyaOption("optim.name", _choice("optimizer_type", OPTIMISERS)),
@@ -114,7 +114,9 @@ TABLE: dict[str, KohyaOption] = {
     "ip_noise_gamma": KohyaOption("objective.noise.perturbation"),
     "alpha_mask": KohyaOption("data.mask", lambda on: "alpha" if on else None),
     "clip_skip": KohyaOption(
-        "data.clip_skip", lambda layers: int(layers) - 1, "one less: 1 is the last layer"
+        "data.clip_skip",
+        lambda layers: int(layers) - 1,
+        "one less: 1 is the last layer; left out for SDXL, where sd-scripts pass it by",
     ),
     "max_token_length": KohyaOption("data.max_token_length", int),
     "weighted_captions": KohyaOption("data.weighted_captions"),
@@ -124,8 +126,10 @@ TABLE: dict[str, KohyaOption] = {
     "caption_tag_dropout_rate": KohyaOption("data.tag_dropout"),
     "token_warmup_step": KohyaOption("data.token_warmup_steps"),
     "token_warmup_min": KohyaOption("data.token_warmup_min"),
-    "caption_prefix": KohyaOption("data.caption_prefix"),
-    "caption_suffix": KohyaOption("data.caption_suffix"),
+    "caption_prefix": KohyaOption(
+        "data.caption_prefix", lambda text: f"{text} " if text else "", "and a space, as there"
+    ),
+    "caption_suffix": KohyaOption("data.caption_suffix", lambda text: f" {text}" if text else "", "likewise"),
     "enable_wildcard": KohyaOption("data.wildcards"),
     "flip_aug": KohyaOption("data.flip"),
     "color_aug": KohyaOption(
@@ -135,15 +139,17 @@ TABLE: dict[str, KohyaOption] = {
     "max_data_loader_n_workers": KohyaOption("data.workers", lambda count: max(1, int(count))),
     "network_weights": KohyaOption("adapter.from"),
     "network_dim": KohyaOption("adapter.rank"),
-    "network_alpha": KohyaOption("adapter.alpha"),
-    "network_dropout": KohyaOption("adapter.dropout"),
+    "network_alpha": KohyaOption("adapter.alpha", lambda alpha: alpha or None, "0 is null"),
+    "network_dropout": KohyaOption("adapter.dropout", note="of a layer's inputs; there of its ranks"),
     "save_every_n_steps": KohyaOption("checkpoint.every"),
     "sample_every_n_steps": KohyaOption("sample.every"),
 }
 """Options that are one key here."""
 NETWORK: dict[str, KohyaOption] = {
     "conv_dim": KohyaOption("adapter.conv_rank", int, "with adapter.targets=conv"),
-    "conv_alpha": KohyaOption("adapter.conv_alpha", float),
+    "conv_alpha": KohyaOption(
+        "adapter.conv_alpha", float, "not given: 1 of networks.lora, network_alpha of lycoris.kohya"
+    ),
     "rank_dropout": KohyaOption("adapter.rank_dropout", float),
     "module_dropout": KohyaOption("adapter.module_dropout", float),
     "loraplus_lr_ratio": KohyaOption("optim.loraplus_lr_ratio", float),
@@ -163,16 +169,20 @@ ALGORITHMS = {
 }
 SEVERAL: dict[str, str] = {
     "train_data_dir": "data.sets: each folder N_name is one, with its repeats and its name as the caption",
-    "reg_data_dir": "data.sets likewise, with loss_weight",
+    "reg_data_dir": "data.sets likewise, with loss_weight; in all they come as often as the rest",
     "prior_loss_weight": "loss_weight of the sets of reg_data_dir, or with is_reg",
     "dataset_config": "a TOML of [[datasets]] with [[datasets.subsets]], read as data.sets",
     "in_json": "data.sets[].captions, of the pictures in train_data_dir",
     "gradient_accumulation_steps": "train.global_batch",
     "max_train_epochs": "train.steps, by the pictures in the folders",
     "lr_warmup_steps": "optim.warmup_steps; below 1 a share of the steps",
-    "text_encoder_lr": "optim.text_encoder_lr; of a list the second is optim.text_encoder_2_lr",
+    "text_encoder_lr": "optim.text_encoder_lr; of a list the second is text_encoder_2_lr; 0: not trained",
+    "learning_rate_te": "the same",
+    "learning_rate_te1": "the same",
+    "learning_rate_te2": "optim.text_encoder_2_lr; 0: not trained",
+    "train_text_encoder": "model.train_text_encoder",
     "optimizer_args": "optim.weight_decay, beta1 to beta3 (betas), eps, scale_parameter, d_coef, "
-    "use_bias_correction",
+    "use_bias_correction; Adafactor's relative_step, which is true unless it is said, is optim.lr=0.01",
     "network_module": "adapter.kind (networks.lora; lycoris.kohya with algo in network_args); none: finetune",
     "network_args": "see the next table",
     "network_train_unet_only": "adapter.text_encoder=false",
@@ -224,10 +234,27 @@ NEEDLESS = frozenset(
     )
 )
 """Options that need no key: where things are written, what is done anyway, what only changes memory."""
+DEFAULTS = {"learning_rate": 2e-6}
 ADAPTER_DEFAULTS = {"network_dim": 4, "network_alpha": 1}
 """sd-scripts' own, where its file says nothing."""
 ATTENTIONS = "*attentions.*"
-TEXT = ("*layers.*.self_attn.*", "*layers.*.mlp.*")
+TEXT_ATTENTION = "*layers.*.self_attn.*"
+TEXT = (TEXT_ATTENTION, "*layers.*.mlp.*")
+BLOCKS = ("down_blocks.*", "mid_block.*", "up_blocks.*")
+ENDS, TIMES = ("conv_in", "conv_out"), ("time_embedding.linear_*",)
+PRESETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "full": ((*BLOCKS, *ENDS, *TIMES), TEXT),
+    "full-lin": ((ATTENTIONS, "*.time_emb_proj", "*.conv_shortcut", *TIMES), TEXT),
+    "attn-mlp": ((ATTENTIONS,), TEXT),
+    "attn-only": (("*.attn?.to_*",), (TEXT_ATTENTION,)),
+    "unet-only": ((*BLOCKS, *ENDS, *TIMES), ()),
+    "unet-transformer-only": ((ATTENTIONS,), ()),
+    "unet-convblock-only": (("*.resnets.*", "*samplers.*", *ENDS), ()),
+}
+"""LyCORIS' presets: patterns of layers of the U-Net, and of the text encoders."""
+MOST_RANK = 4096
+ADAFACTOR_RATE = 1e-2
+"""What Adafactor's relative step is, until 1 / sqrt(step) is less: as PyTorch's own has it anyway."""
 
 
 @dataclass
@@ -236,6 +263,9 @@ class RecipeDraft:
 
     content: dict[str, Any] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    epoch_pictures: int = 0
+    is_sdxl: bool | None = None
 
     def put(self, key: str, value: Any) -> None:
         """Set a key, its sections made as needed."""
@@ -244,6 +274,11 @@ class RecipeDraft:
         for parent in parents:
             inner = inner.setdefault(parent, {})
         inner[last] = value
+
+    def drop(self, key: str) -> None:
+        """Take a key of a section out, if it is there."""
+        section, _, name = key.partition(".")
+        self.content.get(section, {}).pop(name, None)
 
 
 def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
@@ -256,8 +291,8 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
         raise RecipeError("resume", f"'{state}' is no folder of a state", mend="leave it out")
     adapts = bool(given.get("network_module"))
     read.put("task", "lora" if adapts else "finetune")
-    if adapts:
-        given = {**ADAPTER_DEFAULTS, **given}
+    given = {**DEFAULTS, **(ADAPTER_DEFAULTS if adapts else {}), **given}
+    read.is_sdxl = _is_sdxl(str(given.get("pretrained_model_name_or_path", "")))
     for name, value in given.items():
         if name in TABLE:
             if (adapts or not TABLE[name].key.startswith("adapter.")) and value is not None:
@@ -266,8 +301,8 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
             read.unknown.append(name)
     if adapts:
         _network(read, given)
-    elif _number(given.get("text_encoder_lr", given.get("learning_rate_te1", 0))) not in (0, [0.0]):
-        read.put("model.train_text_encoder", True)
+    _text_rates(read, given, adapts=adapts)
+    _clip_skip(read)
     _sets(read, given, file.parent)
     if read.content.get("data", {}).get("augment", {}).get("hue"):
         read.put("data.augment.gamma", 0.05)
@@ -276,10 +311,71 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     _optimiser(read, given)
     if prompts := given.get("sample_prompts"):
         read.put("sample.prompts", list(_prompts(read, file.parent / str(prompts))))
-    notes = []
     if read.unknown:
-        notes.append(f"not known here and left out: {', '.join(sorted(read.unknown))}")
-    return read.content, notes
+        read.notes.append(f"not known here and left out: {', '.join(sorted(read.unknown))}")
+    return read.content, read.notes
+
+
+def _is_sdxl(base: str) -> bool | None:
+    """Whether a base is SDXL, by its name, its folder or its file's header; None where these do not tell."""
+    place = Path(base)
+    if place.is_dir():
+        return (place / "text_encoder_2").is_dir()
+    if place.is_file():
+        with suppress(OSError), place.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            return b'"conditioner.embedders.1.' in file.read(min(size, MOST_HEADER))
+        return None
+    if re.search(r"sd-?xl|stable-diffusion-xl", base, re.IGNORECASE):
+        return True
+    return False if re.search(r"^(sd\d|tiny)|stable-diffusion-(v1|2)", base) else None
+
+
+MOST_HEADER = 2**24
+"""Bytes of a single file's header that are looked at."""
+
+
+def _clip_skip(read: RecipeDraft) -> None:
+    """sd-scripts take SDXL's last layer but one, whatever clip_skip says."""
+    if not read.content.get("data", {}).get("clip_skip"):
+        return
+    if read.is_sdxl:
+        read.drop("data.clip_skip")
+        read.notes.append("clip_skip is left out: sd-scripts pass it by for SDXL")
+    elif read.is_sdxl is None:
+        read.notes.append("if the base is SDXL, set data.clip_skip=0: sd-scripts pass clip_skip by for it")
+
+
+def _text_rates(read: RecipeDraft, given: Mapping[str, Any], *, adapts: bool) -> None:
+    """The rates of the text encoders; of those that have 0 nothing is trained."""
+    names = ("text_encoder_lr", "learning_rate_te", "learning_rate_te1")
+    first = next((_number(given[name]) for name in names if given.get(name) is not None), None)
+    rates = first if isinstance(first, list) else [] if first is None else [first]
+    if (second := given.get("learning_rate_te2")) is not None:
+        rates = [*(rates[:1] or [None]), _number(second)]
+    if adapts:
+        trains = bool(read.content["adapter"]["text_encoder"])
+    else:
+        trains = bool(given.get("train_text_encoder", any(rates)))
+    if trains and rates and not any(rate is None or rate for rate in rates):
+        trains = False
+        read.drop("optim.text_encoder_steps")
+    if adapts:
+        read.put("adapter.text_encoder", trains)
+        if not trains and isinstance(targets := read.content["adapter"]["targets"], list):
+            read.put("adapter.targets", [one for one in targets if one not in TEXT])
+    elif trains:
+        read.put("model.train_text_encoder", True)
+    if not trains:
+        return
+    frozen = []
+    for part, rate in zip(("text_encoder", "text_encoder_2"), rates, strict=False):
+        if rate:
+            read.put(f"optim.{part}_lr", rate)
+        elif rate is not None:
+            frozen.append({"match": part, "lr_scale": 0.0})
+    if frozen:
+        read.put("optim.layers", frozen)
 
 
 STATE_FILES = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl")
@@ -342,30 +438,64 @@ def _arguments(given: Any) -> Iterator[tuple[str, str]]:
 
 def _network(read: RecipeDraft, given: Mapping[str, Any]) -> None:
     module, arguments = str(given["network_module"]), dict(_arguments(given.get("network_args")))
-    algorithm = arguments.pop("algo", "lora") if module == "lycoris.kohya" else "lora"
+    is_lycoris = module == "lycoris.kohya"
     if module == "networks.oft":
-        algorithm = "diag-oft"
-    elif module not in ("networks.lora", "lycoris.kohya"):
         raise RecipeError(
-            "network_module", f"'{module}'", allowed="networks.lora, networks.oft, lycoris.kohya"
+            "network_module",
+            "'networks.oft', whose network_dim is a number of blocks and whose network_alpha is a bound",
+            allowed="networks.lora, lycoris.kohya",
+            mend="say lycoris.kohya with network_args algo=diag-oft, whose network_dim is a block's side",
         )
-    read.put("adapter.kind", _choice("network_args algo", ALGORITHMS)(algorithm))
+    if module not in ("networks.lora", "lycoris.kohya"):
+        raise RecipeError("network_module", f"'{module}'", allowed="networks.lora, lycoris.kohya")
+    algorithm = arguments.pop("algo", "lora") if is_lycoris else "lora"
+    kind = _choice("network_args algo", ALGORITHMS)(algorithm)
+    read.put("adapter.kind", kind)
     trains_text = not given.get("network_train_unet_only", False)
+    if is_lycoris:
+        trains_text = _preset(read, given, arguments, trains_text=trains_text)
+    elif "conv_dim" in arguments:
+        read.put("adapter.targets", "conv")
+        arguments.setdefault("conv_alpha", "1")
+    else:
+        read.put("adapter.targets", [ATTENTIONS, *(TEXT if trains_text else ())])
     read.put("adapter.text_encoder", trains_text)
-    read.put(
-        "adapter.targets", "conv" if "conv_dim" in arguments else [ATTENTIONS, *(TEXT if trains_text else ())]
-    )
+    if kind == "lokr":
+        _whole_matrices(read, given, arguments)
     for name, value in arguments.items():
         if name in NETWORK:
             read.put(NETWORK[name].key, NETWORK[name].read(value))
         else:
             read.unknown.append(f"network_args {name}")
-    if given.get("text_encoder_lr") is not None and trains_text:
-        rates = _number(given["text_encoder_lr"])
-        first, *rest = rates if isinstance(rates, list) else [rates]
-        read.put("optim.text_encoder_lr", first)
-        if rest:
-            read.put("optim.text_encoder_2_lr", rest[0])
+
+
+def _preset(
+    read: RecipeDraft, given: Mapping[str, Any], arguments: dict[str, str], *, trains_text: bool
+) -> bool:
+    """The layers of LyCORIS' preset, convolutions among them unless it is one without; whether text's are."""
+    name = arguments.pop("preset", "full")
+    if name not in PRESETS:
+        raise RecipeError("network_args preset", f"'{name}'", allowed=", ".join(PRESETS))
+    layers, text = PRESETS[name]
+    if read.is_sdxl:  # its outer layers have other names in sd-scripts, and are not found there
+        layers = tuple(layer for layer in layers if layer not in (*ENDS, *TIMES))
+    trains_text = trains_text and bool(text)
+    read.put("adapter.targets", [*layers, *(text if trains_text else ())])
+    if not any(layer in layers for layer in (*BLOCKS, "*.resnets.*")):
+        for of_kernels in ("conv_dim", "conv_alpha"):
+            arguments.pop(of_kernels, None)
+    elif "conv_dim" in arguments:
+        arguments.setdefault("conv_alpha", str(given["network_alpha"] or arguments["conv_dim"]))
+    return trains_text
+
+
+def _whole_matrices(read: RecipeDraft, given: Mapping[str, Any], arguments: dict[str, str]) -> None:
+    """LoKr of full matrices: by its own word, or by a rank above any layer's."""
+    whole = arguments.pop("full_matrix", "false").lower() == "true"
+    if whole or float(given["network_dim"]) > MOST_RANK:
+        read.put("adapter.rank", MOST_RANK)
+        if float(arguments.get("conv_dim", 0)) > MOST_RANK or whole:
+            arguments.pop("conv_dim", None)
 
 
 # ---- pictures
@@ -401,18 +531,38 @@ def _sets(read: RecipeDraft, given: Mapping[str, Any], folder: Path) -> None:
     """Folders of pictures as data.sets."""
     prior = float(given.get("prior_loss_weight", 1.0))
     if config := given.get("dataset_config"):
-        made = list(_configured(read, _toml(folder / str(config)), prior))
+        found = list(_configured(read, _toml(folder / str(config)), prior))
+        made, is_class = [one for one, _ in found], [of_class for _, of_class in found]
     else:
         if given.get("in_json"):
             made = [{"folder": str(given.get("train_data_dir", "")), "captions": str(given["in_json"])}]
         else:
             made = list(_named_folders(given.get("train_data_dir"), "train_data_dir", {}))
+        own = len(made)
         made += _named_folders(given.get("reg_data_dir"), "reg_data_dir", {"loss_weight": prior})
+        is_class = [i >= own for i in range(len(made))]
+    read.epoch_pictures = _balance(made, is_class)
     if made:
         read.put("data.sets", made)
         sides = [one["resolution"] for one in made if "resolution" in one]
         if sides:
             read.put("data.resolution", max(sides))
+
+
+def _balance(sets: list[dict[str, Any]], is_class: list[bool]) -> int:
+    """Let class pictures come as often as the others, as sd-scripts have it; pictures of an epoch."""
+    counts = [int(one.get("repeats", 1)) * _pictures_in(one["folder"]) for one in sets]
+    class_pictures = sum(count for count, of_class in zip(counts, is_class, strict=True) if of_class)
+    own_pictures = sum(counts) - class_pictures
+    if not class_pictures or not own_pictures:
+        return sum(counts)
+    share = Fraction(own_pictures, class_pictures).limit_denominator(100)
+    factors = {True: max(1, share.numerator), False: share.denominator}
+    repeats = [one.get("repeats", 1) * factors[of] for one, of in zip(sets, is_class, strict=True)]
+    too_many = max(1.0, max(repeats) / MOST_REPEATS)
+    for one, times in zip(sets, repeats, strict=True):
+        one["repeats"] = max(1, int(times / too_many))
+    return 2 * own_pictures
 
 
 def _named_folders(place: Any, name: str, more: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -430,8 +580,10 @@ def _named_folders(place: Any, name: str, more: Mapping[str, Any]) -> Iterator[d
         raise RecipeError(name, f"'{place}' has no folder named like '10_sks dog'")
 
 
-def _configured(read: RecipeDraft, config: Mapping[str, Any], prior: float) -> Iterator[dict[str, Any]]:
-    """The subsets of a dataset TOML, each with what its data set and [general] say."""
+def _configured(
+    read: RecipeDraft, config: Mapping[str, Any], prior: float
+) -> Iterator[tuple[dict[str, Any], bool]]:
+    """The subsets of a dataset TOML, each with what its data set and [general] say; whether of the class."""
     general = dict(config.get("general", {}))
     shared: dict[str, Any] = {}
     for dataset in config.get("datasets", ()):
@@ -445,7 +597,7 @@ def _configured(read: RecipeDraft, config: Mapping[str, Any], prior: float) -> I
                 one["loss_weight"] = prior
             if "resolution" in options:
                 one["resolution"] = _side(options["resolution"])
-            yield one
+            yield one, bool(options.get("is_reg"))
             _share(read, options, shared)
 
 
@@ -473,8 +625,7 @@ def _length(read: RecipeDraft, given: Mapping[str, Any]) -> None:
     whole = batch * int(given.get("gradient_accumulation_steps", 1))
     train |= {"micro_batch": batch, "global_batch": whole}
     if epochs := given.get("max_train_epochs"):
-        sets = read.content.get("data", {}).get("sets", ())
-        pictures = sum(one.get("repeats", 1) * _pictures_in(one["folder"]) for one in sets)
+        pictures = read.epoch_pictures
         if not pictures:
             raise RecipeError(
                 "max_train_epochs", f"{epochs}, and no picture was found", mend="set train.steps"
@@ -494,28 +645,46 @@ def _optimiser(read: RecipeDraft, given: Mapping[str, Any]) -> None:
     if warmup:
         read.put("optim.warmup_steps", int(warmup * steps) if warmup < 1 else int(warmup))
     chosen = read.content.get("optim", {}).get("name")
-    if chosen in ("lion", "came", "prodigy"):
+    if chosen in ("adafactor", "lion", "came", "prodigy"):
         read.put("optim.weight_decay", 0.0)  # those classes' own default
-    for name, value in _arguments(given.get("optimizer_args")):
+    arguments = dict(_arguments(given.get("optimizer_args")))
+    if chosen == "adafactor":
+        _relative_step(read, arguments.pop("relative_step", "true"))
+    known = DONE_ANYWAY | ({("safeguard_warmup", "true")} if warmup else set())
+    for name, value in arguments.items():
         if name == "betas":
             for i, beta in enumerate(value.strip("()[]").split(","), 1):
-                read.put(f"optim.beta{i}", float(beta))
+                read.put(f"optim.beta{i}", _float(name, beta))
         elif name in ("weight_decay", "eps", "d_coef"):
-            read.put(f"optim.{name}", float(value))
+            read.put(f"optim.{name}", _float(name, value))
         elif name == "use_bias_correction" or (name == "scale_parameter" and chosen == "adafactor"):
             read.put(f"optim.{name}", value.lower() == "true")
-        elif (name, value.lower()) in DONE_ANYWAY:
-            continue
-        else:
+        elif (name, value.lower()) not in known:
             read.unknown.append(f"optimizer_args {name}")
 
 
-DONE_ANYWAY = {
-    ("relative_step", "false"),
-    ("warmup_init", "false"),
-    ("decouple", "true"),
-    ("safeguard_warmup", "true"),
-}
+def _relative_step(read: RecipeDraft, value: str) -> None:
+    """Adafactor's own rate, which sd-scripts take unless told otherwise; theirs of the file are passed by."""
+    if value.lower() == "false":
+        return
+    for key in ("unet_lr", "text_encoder_lr", "text_encoder_2_lr", "warmup_steps"):
+        read.drop(f"optim.{key}")
+    read.put("optim.lr", ADAFACTOR_RATE)
+    read.put("optim.decay", "constant")
+    read.notes.append(
+        f"optim.lr={ADAFACTOR_RATE:g}, constant: without relative_step=False sd-scripts' Adafactor passes "
+        "learning rates and lr_scheduler by"
+    )
+
+
+def _float(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise RecipeError(f"optimizer_args {name}", f"'{value}'", allowed="a number") from None
+
+
+DONE_ANYWAY = {("warmup_init", "false"), ("decouple", "true")}
 """Entries of optimizer_args that are so here whatever is said."""
 
 PROMPT_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
@@ -552,4 +721,6 @@ def table() -> str:
     lines += ["", "| `network_args` | darkroom | note |", "| --- | --- | --- |"]
     lines += [f"| `{name}` | `{one.key}` | {one.note} |" for name, one in NETWORK.items()]
     lines.append(f"| `algo` | `adapter.kind` | {', '.join(f'{a}: {k}' for a, k in ALGORITHMS.items())} |")
+    lines.append(f"| `preset` | `adapter.targets` | {', '.join(PRESETS)}; of lycoris.kohya, which has full |")
+    lines.append("| `full_matrix` | `adapter.rank` | 4096 of lokr, as is any higher rank: whole matrices |")
     return "\n".join(lines)

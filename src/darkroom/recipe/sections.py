@@ -370,7 +370,11 @@ class AdapterSettings(BaseModel):
     rank: int = Field(
         default=8, ge=1, le=4096, description="width of the additions; of oft the side of a block, at most"
     )
-    alpha: float | None = Field(default=None, gt=0, description="scale is alpha / rank; null: alpha = rank")
+    alpha: float | None = Field(
+        default=None,
+        gt=0,
+        description="scale is alpha / rank; null: alpha = rank; 1 where both of lokr's factors are whole",
+    )
     conv_rank: int | None = Field(
         default=None, ge=1, le=4096, description="rank of convolutions with a kernel above 1x1; null: rank"
     )

@@ -213,8 +213,19 @@ def _weighted(text_LD: torch.Tensor, part: PromptChunk, empty_LD: torch.Tensor |
     weights_L1 = new_tensor([1.0, *part.weights, *[1.0] * after], text_LD.device, text_LD.dtype)[:, None]
     if empty_LD is not None:
         return empty_LD + (text_LD - empty_LD) * weights_L1
-    scaled = text_LD * weights_L1
-    return scaled * (text_LD.mean() / scaled.mean())
+    return with_mean_of(text_LD, text_LD * weights_L1)
+
+
+MEAN_NOISE = 1e-4
+"""A mean below this share of the states' size is rounding: states of a norm without a bias have none."""
+
+
+def with_mean_of(text_LD: torch.Tensor, scaled_LD: torch.Tensor) -> torch.Tensor:
+    """Weighted states [..., L, D] scaled so that their mean is as before, where there is one (A1111)."""
+    before, after = (states.mean(dim=(-2, -1), keepdim=True) for states in (text_LD, scaled_LD))
+    noise = MEAN_NOISE * text_LD.square().mean(dim=(-2, -1), keepdim=True).sqrt()
+    has_one = (before.abs() > noise) & (after.abs() > noise)
+    return scaled_LD * torch.where(has_one, before / torch.where(has_one, after, 1.0), 1.0)
 
 
 def _device(module: torch.nn.Module) -> torch.device:

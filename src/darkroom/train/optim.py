@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,9 +107,24 @@ class Optimiser:
     def step(self) -> None:
         """One step of all."""
         stance: AbstractContextManager[Any] = self._stance("force_eager") if self._stance else nullcontext()
-        with stance:
+        with stance, _without_frozen(self.param_groups):
             for optimiser in self.inner:
                 optimiser.step()
+
+
+@contextmanager
+def _without_frozen(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Within, schedule-free's groups that have stopped are empty: it moves weights at a rate of 0 too."""
+    frozen = [
+        (group, group["params"]) for group in groups if group["lr"] == 0 and group.get("lr_max", 0.0) > 0
+    ]
+    for group, _ in frozen:
+        group["params"] = []
+    try:
+        yield
+    finally:
+        for group, params in frozen:
+            group["params"] = params
 
 
 def make_optimiser(groups: list[dict[str, Any]], settings: OptimSettings) -> Optimiser:
@@ -161,10 +176,16 @@ def _made(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.
     return made
 
 
+ADAFACTOR_EPS = (1e-18, 1e-3)
+"""The first is PyTorch's floor of the squares' mean, and squared that of the squares. Its own, 1e-7,
+is more than most squares in fine-tuning; the paper's is 1e-30.
+"""
+
+
 def _adafactor(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
     """PyTorch's; with a rate that is not relative to a weight's size transformers', which sd-scripts take."""
     if settings.scale_parameter:
-        return torch.optim.Adafactor(groups, lr=settings.lr)
+        return torch.optim.Adafactor(groups, lr=settings.lr, eps=ADAFACTOR_EPS)
     from transformers.optimization import Adafactor
 
     made: torch.optim.Optimizer = Adafactor(

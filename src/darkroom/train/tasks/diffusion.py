@@ -23,7 +23,7 @@ from darkroom.hardware.accelerator import to_device
 from darkroom.models.model import Model
 from darkroom.prepare.encoders import sample_latents, text_states, tokenize
 from darkroom.recipe.sections import DataSettings, NoiseSettings
-from darkroom.sample.prompts import part_states, part_tokens
+from darkroom.sample.prompts import part_states, part_tokens, with_mean_of
 from darkroom.train.data.masks import Masks
 from darkroom.train.objective import (
     FlowObjective,
@@ -115,9 +115,8 @@ class Reading:
             text, given = part_states(encoder, ids_BNL.flatten(0, 1), model.is_sdxl, self.clip_skip)
             if self.weighted:
                 weights_RL1 = weights_BNL.flatten(0, 1)[..., None].to(text.dtype)
-                scaled, plain = text * weights_RL1, (weights_RL1 == 1).all(dim=1, keepdim=True)
-                kept = text.mean(dim=(1, 2), keepdim=True) / scaled.mean(dim=(1, 2), keepdim=True)
-                text = torch.where(plain, text, scaled * kept)
+                plain = (weights_RL1 == 1).all(dim=1, keepdim=True)
+                text = torch.where(plain, text, with_mean_of(text, text * weights_RL1))
             states.append(text.reshape(rows, parts * length, -1))
             pooled = given.reshape(rows, parts, *given.shape[1:])[:, 0] if model.is_sdxl else None
         return torch.cat(states, dim=-1), pooled

@@ -149,6 +149,11 @@ def _inject(
     if settings.init_lora_weights in PEFT_STARTS and draws:
         config.init_lora_weights = settings.init_lora_weights
     inject_adapter_in_model(config, module, adapter_name=NAME)
+    if settings.kind == "lokr":
+        for name in layers:
+            whole: Any = module.get_submodule(name)
+            if NAME in whole.lokr_w1 and NAME in whole.lokr_w2:
+                whole.scaling[NAME] = 1.0
     if settings.rank_dropout and settings.kind == "lora":
         for name in layers:
             inner: Any = module.get_submodule(name)
@@ -386,7 +391,7 @@ def _begin_with(parts: Mapping[str, nn.Module], adapter: Adapter, settings: Adap
         values = dict(layer.tensors)
         linear = next((r for r in ("up", "hada_w1_a", "lokr_w1", "lokr_w1_a") if r in values), None)
         if linear is not None:
-            values[linear] = values[linear].float() * (layer.scale / settings.scale_of(path))
+            values[linear] = values[linear].float() * (layer.scale / _scale_of(path, params, settings))
         fits = {role: role in values and values[role].numel() == params[role].numel() for role in params}
         if odd := [role for role, does in fits.items() if not does]:
             raise RecipeError(
@@ -453,11 +458,14 @@ def adapter_of(
                 tensors["up"] = torch.cat([tensors["up"], -up], dim=1)
             layers[path] = Layer(tensors["down"], tensors["up"], settings.scale_of(path), flat)
             continue
-        scale = 1.0 if settings.kind in PARAMETRIZED else settings.scale_of(path)
-        if {"lokr_w1", "lokr_w2"} <= tensors.keys():  # LyCORIS has no alpha where both are whole
-            tensors["lokr_w1"], scale = tensors["lokr_w1"] * scale, 1.0
+        scale = 1.0 if settings.kind in PARAMETRIZED else _scale_of(path, tensors, settings)
         layers[path] = Factors(settings.kind, tensors, scale)
     return Adapter(name, layers, metadata, "dora" if settings.dora else settings.kind)
+
+
+def _scale_of(path: str, tensors: Mapping[str, Tensor], settings: AdapterSettings) -> float:
+    """A layer's scale; 1 where both of LoKr's factors are whole, which have no rank, as LyCORIS has it."""
+    return 1.0 if {"lokr_w1", "lokr_w2"} <= tensors.keys() else settings.scale_of(path)
 
 
 def _plain(value: Tensor) -> Tensor:

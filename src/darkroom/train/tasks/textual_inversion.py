@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from darkroom.errors import RecipeError
 from darkroom.hardware.system import atomic_replace
+from darkroom.models.embeddings import pool_at_end
 from darkroom.models.tensor_file import write_tensors
 from darkroom.recipe.sections import WordSettings
 
@@ -79,6 +80,7 @@ def _add(tokenizer: Any, encoder: Any, word: WordSettings) -> None:
     rows_nD = table.weight.detach()[start[0]].repeat(word.vectors, 1)
     encoder.requires_grad_(False)
     encoder.set_input_embeddings(ExtendedEmbedding(table, rows_nD))
+    pool_at_end(encoder, tokenizer)
 
 
 def settle_words(model: Model) -> None:
