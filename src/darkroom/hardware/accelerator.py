@@ -121,10 +121,16 @@ def capability(device: torch.device | str) -> tuple[int, int]:
 
 
 def has_bf16(device: torch.device | str) -> bool:
-    """Whether an accelerator computes in bfloat16, as its own module says; False where it does not say."""
+    """Whether an accelerator computes in bfloat16, as its own module says; False where it does not say.
+
+    Of CUDA cards before Ampere it says yes, for they emulate it; fp16 is many times as fast there.
+    """
     import torch
 
-    module: Any = torch.get_device_module(torch.device(device))
+    where = torch.device(device)
+    if where.type == "cuda" and torch.version.hip is None:
+        return capability(where) >= (8, 0)
+    module: Any = torch.get_device_module(where)
     return bool(module.is_bf16_supported()) if hasattr(module, "is_bf16_supported") else False
 
 
@@ -175,6 +181,21 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
     with stream:
         yield
     stream.synchronize()
+
+
+def used_here(*tensors: torch.Tensor) -> None:
+    """Say that this thread's stream reads tensors which another stream made.
+
+    Freed, their memory goes back to the stream that they were made on, which would write to it at once: now
+    only when this stream is through with what it was given by then.
+    """
+    import torch
+
+    if current() is None:
+        return
+    for tensor in tensors:
+        if kind_of(tensor.device).streams:
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 # ---- copies
