@@ -120,6 +120,13 @@ def capability(device: torch.device | str) -> tuple[int, int]:
     return torch.cuda.get_device_capability(where) if where.type == "cuda" else (0, 0)
 
 
+def uuid_of(device: torch.device | str) -> str:
+    """What a CUDA card is called whatever else is in the machine."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(torch.device(device)).uuid)
+
+
 def has_bf16(device: torch.device | str) -> bool:
     """Whether an accelerator computes in bfloat16, as its own module says; False where it does not say.
 
@@ -261,7 +268,17 @@ def free_bytes(device: torch.device | str) -> int | None:
 
 
 def total_bytes(device: torch.device | str) -> int | None:
-    """All the memory that a job can have on an accelerator; None where a backend does not say."""
+    """All the memory that a job can have on an accelerator; None where a backend does not say.
+
+    A card's properties say it. Asked for what is free, the driver starts its context, which takes half a
+    gigabyte of every card that each process of a job merely counts.
+    """
+    import torch
+
+    where = torch.device(device)
+    if where.type in ("cuda", "xpu"):
+        module: Any = torch.get_device_module(where)
+        return int(module.get_device_properties(where).total_memory)
     info = _memory_info(device)
     return None if info is None else info[1]
 
