@@ -78,6 +78,13 @@ def test_cards_before_ampere_compute_in_fp16(monkeypatch: pytest.MonkeyPatch) ->
     assert accelerator.has_bf16("cuda")
 
 
+def test_ranks_talk_by_gloo_where_torch_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has, backend in {True: "nccl", False: "gloo"}.items():
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda has=has: has)
+        assert accelerator.collectives("cuda") == backend
+        assert [accelerator.collectives(kind) for kind in ("cpu", "xpu", "mps")] == ["gloo", "xccl", None]
+
+
 def test_what_another_stream_made_is_told_to_the_allocator(
     card: Callable[[str], list[tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,15 @@ def capability(device: torch.device | str) -> tuple[int, int]:
     return torch.cuda.get_device_capability(where) if where.type == "cuda" else (0, 0)
 
 
+def collectives(device: torch.device | str) -> str | None:
+    """torch.distributed's backend for a device, by its kind; gloo where torch is built without NCCL, as on
+    Windows."""
+    import torch.distributed as dist
+
+    backend = kind_of(device).collectives
+    return "gloo" if backend == "nccl" and not dist.is_nccl_available() else backend
+
+
 def uuid_of(device: torch.device | str) -> str:
     """What a CUDA card is called whatever else is in the machine."""
     import torch

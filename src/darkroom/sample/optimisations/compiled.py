@@ -5,6 +5,7 @@ Compiled code is kept on disk by PyTorch's own cache, so that the next process s
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import shutil
@@ -73,6 +74,10 @@ def lacks_compiler(place: ComputeTarget) -> str | None:
     compilers = (os.environ.get("CC", "gcc"), "clang")
     if place.device.type == "cuda" and os.name == "posix" and not any(map(shutil.which, compilers)):
         return "torch.compile's Triton needs a C compiler, and there is no gcc or clang"
+    if place.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return (
+            "torch.compile needs Triton, which torch brings along on Linux alone: pip install triton-windows"
+        )
     return None
 
 
