@@ -75,9 +75,7 @@ def lacks_compiler(place: ComputeTarget) -> str | None:
     if place.device.type == "cuda" and os.name == "posix" and not any(map(shutil.which, compilers)):
         return "torch.compile's Triton needs a C compiler, and there is no gcc or clang"
     if place.device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return (
-            "torch.compile needs Triton, which torch brings along on Linux alone: pip install triton-windows"
-        )
+        return "torch.compile needs Triton, which is not installed (on Windows: pip install triton-windows)"
     return None
 
 
