@@ -53,7 +53,7 @@ def _copy_outputs(applied: Applied, mode: str) -> None:
         def copied(
             x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
         ) -> torch.Tensor:
-            torch.compiler.cudagraph_mark_step_begin()
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             return call(x, t, text, added).clone()
 
         return copied
