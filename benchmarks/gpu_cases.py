@@ -179,7 +179,32 @@ def _training_paths(lab: Lab) -> dict[str, Callable[[], object]]:
         "bf16", micro=4, optim={"fused_backward": True, "clip_norm": None}
     )
     paths["train bf16 skip"] = lambda: step("bf16", on_nan="skip")
+    paths["train float32 as on the CPU"] = lambda: _steps_as_on_the_cpu(lab)
     return paths
+
+
+NEAR = 0.01
+"""Relative: convolutions of float32 are rounded to 10 bits on cards since Ampere."""
+
+
+def _steps_as_on_the_cpu(lab: Lab) -> dict[str, Any]:
+    """Losses and gradients of the same weights and inputs on both; where they part, gradients are wrong."""
+    here, there = (SwitchedStep("tiny", 32, "plain", device, TINY_UNET) for device in (lab.device, "cpu"))
+    there.step.weights.load({name: value.cpu() for name, value in here.step.weights.masters.items()})
+    inputs = here.inputs(4)
+    on_cpu = {name: value.cpu() for name, value in inputs.items()}
+    told: dict[str, Any] = {"loss": [], "grad_norm": []}
+    for k in range(3):
+        one, other = here.step(k, inputs), there.step(k, on_cpu)
+        pairs = {
+            "loss": (float(one.losses["loss"]), float(other.losses["loss"])),
+            "grad_norm": (float(one.grad_norm), float(other.grad_norm)),
+        }
+        for name, (found, expected) in pairs.items():
+            told[name].append([found, expected])
+            if not abs(found - expected) <= NEAR * abs(expected):
+                raise ValueError(f"{name} of step {k}: {found} here, {expected} on the CPU")
+    return told
 
 
 def _drawing_paths(lab: Lab) -> dict[str, Callable[[], object]]:
@@ -209,15 +234,46 @@ def _drawing_paths(lab: Lab) -> dict[str, Callable[[], object]]:
     paths |= {f"draw {solver}": lambda solver=solver: draw("auto", solver=solver) for solver in SOLVERS}  # type: ignore[misc]
     paths["draw float32"] = lambda: draw("auto", "float32")
     paths["draw bf16"] = lambda: draw("auto", "bf16")
+    paths["draw float32 as on the CPU"] = lambda: _pictures_as_on_the_cpu(lab)
     paths["serve mixed rounds"] = lambda: _rounds(lab)
     return paths
 
 
+ALIKE = 0.25
+"""Share of the levels between two seeds that pictures of one seed may differ by in the mean."""
+
+
+def _difference(one: Any, other: Any) -> float:
+    from PIL import ImageChops, ImageStat
+
+    return max(ImageStat.Stat(ImageChops.difference(one, other)).mean)
+
+
+def _pictures_as_on_the_cpu(lab: Lab) -> dict[str, Any]:
+    """The same pictures of the same weights on both."""
+    from darkroom.sample import generate
+
+    model = models.create("tiny", overrides=TINY if lab.tiny else None)
+    prompts, told = ["a horse", "a red circle"], {"steps": 4, "size": (32, 32), "notice": lambda _: None}
+    on_cpu = generate(model, prompts, **told)  # type: ignore[arg-type]
+    others = generate(model, prompts, seed=9, **told)  # type: ignore[arg-type]
+    found = generate(model.to(lab.device), prompts, **told)  # type: ignore[arg-type]
+    far = max(_difference(a.image, b.image) for a, b in zip(found, on_cpu, strict=True))
+    seeds = min(_difference(a.image, b.image) for a, b in zip(others, on_cpu, strict=True))
+    if not far <= ALIKE * seeds:
+        raise ValueError(f"{far:.1f} levels between here and the CPU, {seeds:.1f} between two seeds")
+    return {"levels": far, "levels_between_seeds": seeds}
+
+
 def _rounds(lab: Lab) -> dict[str, Any]:
-    """The server's engine with rows that join and leave: what `darkroom serve` runs, without HTTP."""
+    """The server's engine with rows that join and leave: what `darkroom serve` runs, without HTTP.
+
+    Each picture is compared with the lone one: what one stream hands to another too early shows here.
+    """
+    from darkroom.sample import generate
     from darkroom.serve.engine.executors import places_for
     from darkroom.serve.engine.loop import Engine
-    from darkroom.serve.engine.runner import shape_of
+    from darkroom.serve.engine.runner import settings_of, shape_of
     from darkroom.serve.engine.tickets import EngineJob
     from darkroom.serve.metrics import Metrics
     from darkroom.serve.request import PictureRequest
@@ -239,6 +295,7 @@ def _rounds(lab: Lab) -> dict[str, Any]:
     unit = 16 if lab.tiny else 64
     engine = Engine(model, backend, capacity=8, metrics=Metrics(), places=places_for(backend.device, 1, 1))
     engine.start()
+    works: list[EngineJob] = []
     try:
         for i in range(12):
             side = unit * draw.choice((1, 2))
@@ -249,7 +306,8 @@ def _rounds(lab: Lab) -> dict[str, Any]:
                 width=side,
                 height=unit,
             )
-            engine.submit(EngineJob(str(i), "key", request, shape_of(model, request), Ends()))
+            works.append(EngineJob(str(i), "key", request, shape_of(model, request), Ends()))
+            engine.submit(works[-1])
         end = time.monotonic() + 60
         while len(over) < 12 and engine.trouble is None and time.monotonic() < end:
             time.sleep(0.01)
@@ -260,7 +318,17 @@ def _rounds(lab: Lab) -> dict[str, Any]:
     for error in over.values():
         if error is not None:
             raise error
-    return {"pictures": len(over), "step_s": engine.step_s}
+
+    def lone(request: PictureRequest, seed: int) -> Any:
+        told = settings_of(request).model_dump(exclude={"num"}) | {"seed": seed}
+        return generate(model, request.prompt, backend=backend, notice=lambda _: None, **told)[0].image
+
+    pairs = [(work.pictures[0].image, lone(work.request, work.request.seed or 0)) for work in works]
+    far = max(_difference(*pair) for pair in pairs)
+    seeds = min(_difference(one, lone(w.request, 99)) for (_, one), w in zip(pairs, works, strict=True))
+    if far > ALIKE * seeds:
+        raise ValueError(f"{far:.1f} levels from lone pictures, {seeds:.1f} between two seeds")
+    return {"pictures": len(over), "step_s": engine.step_s, "levels": far, "levels_between_seeds": seeds}
 
 
 def smoke_compile(lab: Lab) -> Rows:

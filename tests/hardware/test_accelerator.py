@@ -60,9 +60,48 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[Any, ...
             monkeypatch.setattr(torch.mps, name, answer(f"mps.{name}", value))
         for module in (torch.xpu, torch.cuda):
             monkeypatch.setattr(module, "get_device_name", lambda device: f"Card {device.index}")
+            told = SimpleNamespace(total_memory=8, uuid="01-23")
+            monkeypatch.setattr(module, "get_device_properties", lambda device, told=told: told)
         return calls
 
     return put
+
+
+def test_cards_before_ampere_compute_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says that they take bf16, which they emulate."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    for capability, chosen in {(7, 0): "fp16", (7, 5): "fp16", (8, 0): "bf16", (12, 0): "bf16"}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert models.model.choose_precision("auto", torch.device("cuda", 0))[0] == chosen
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert accelerator.has_bf16("cuda")
+
+
+def test_ranks_talk_by_gloo_where_torch_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has, backend in {True: "nccl", False: "gloo"}.items():
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda has=has: has)
+        assert accelerator.collectives("cuda") == backend
+        assert [accelerator.collectives(kind) for kind in ("cpu", "xpu", "mps")] == ["gloo", "xccl", None]
+
+
+def test_what_another_stream_made_is_told_to_the_allocator(
+    card: Callable[[str], list[tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Made:
+        def __init__(self, device: str) -> None:
+            self.device, self.streams = torch.device(device), []
+
+        def record_stream(self, stream: object) -> None:
+            self.streams.append(stream)
+
+    there, here = Made("cuda:1"), Made("cpu")
+    accelerator.used_here(there, here)  # type: ignore[arg-type]
+    assert (there.streams, here.streams) == ([], [])  # there is no card
+    card("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of {device}")
+    accelerator.used_here(there, here)  # type: ignore[arg-type]
+    assert (there.streams, here.streams) == (["stream of cuda:1"], [])
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
@@ -72,6 +111,7 @@ def test_a_card_with_memory_of_its_own(kind: str, card: Callable[[str], list[tup
         (kind, "Card 0", 8),
         (kind, "Card 1", 8),
     ]
+    assert "get_memory_info" not in {name for name, *_ in calls}  # it would start both cards
     place = f"{kind}:1"
     assert accelerator.allocated_bytes(place) == 7
     assert accelerator.peak_allocated_bytes(place) == 9

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import numpy as np
 import pytest
 
+from darkroom.hardware import accelerator
 from darkroom.hardware.energy import EnergyMeter, rapl
 from darkroom.hardware.memory import PeakMemory, resident_bytes
 
@@ -51,6 +53,22 @@ def test_nothing_known_is_unknown():
     meter = EnergyMeter("mps")
     if not meter.source.startswith("RAPL"):
         assert (meter.source, meter.joules()) == ("unknown", 0.0)
+
+
+def test_a_cards_counter_is_found_by_its_own_name(monkeypatch):
+    """CUDA_VISIBLE_DEVICES leaves torch others than NVML counts."""
+    asked = []
+
+    class Nvml:
+        nvmlInit = staticmethod(lambda: None)
+        nvmlDeviceGetHandleByUUID = staticmethod(lambda name: (asked.append(name), name)[1])
+        nvmlDeviceGetTotalEnergyConsumption = staticmethod(lambda handle: 2500)
+
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml)
+    monkeypatch.setattr(accelerator, "uuid_of", lambda device: f"uuid-of-{device}")
+    meter = EnergyMeter("cuda:1", num_devices=2)
+    assert asked == ["GPU-uuid-of-cuda:1", "GPU-uuid-of-cuda:2"]
+    assert (meter.source, meter._read()) == ("NVML (GPU only)", 5.0)
 
 
 def test_counters_are_summed_over_packages_and_wrap_around(tmp_path):

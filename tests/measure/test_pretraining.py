@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from darkroom.errors import InputError
+from darkroom.measure import pretraining
 from darkroom.measure.pretraining import bench_pretraining
+from darkroom.measure.timing import Measurement, Timing
 
 UNET = {"block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": 2, "layers_per_block": 1}
 
@@ -32,6 +34,28 @@ def test_a_batch_is_found():
         "tiny", resolution=16, cases=("fused_adamw",), repeats=1, warmup=1, device="cpu", unet=UNET
     )
     assert 1 <= row.settings["batch"] <= 512
+
+
+def test_what_compiles_takes_the_batch_that_was_found(monkeypatch):
+    """Each size that is tried would be compiled anew."""
+    asked = []
+
+    def case(told, name, first, flops):
+        asked.append((name, told.batch))
+        if name == "compile":
+            raise RuntimeError("no compiler")
+        row = Measurement(
+            benchmark="pretrain", case=name, settings={"batch": 64}, images_per_s=1.0, median_s=1.0
+        )
+        return row, Timing(name, (1.0,), 0.0, None), 1
+
+    monkeypatch.setattr(pretraining, "_case", case)
+    cases = ("bf16,compile", "bf16", "compile", "bf16,compile_regional", "checkpointing")
+    assert len(list(bench_pretraining("tiny", cases=cases, device="cpu"))) == 5
+    assert asked == [
+        ("bf16,compile", "auto"), ("bf16", "auto"), ("compile", 64), ("bf16,compile_regional", 64),
+        ("checkpointing", "auto"),
+    ]  # fmt: skip
 
 
 def test_unknown_names_are_told():

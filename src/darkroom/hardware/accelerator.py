@@ -120,11 +120,33 @@ def capability(device: torch.device | str) -> tuple[int, int]:
     return torch.cuda.get_device_capability(where) if where.type == "cuda" else (0, 0)
 
 
-def has_bf16(device: torch.device | str) -> bool:
-    """Whether an accelerator computes in bfloat16, as its own module says; False where it does not say."""
+def collectives(device: torch.device | str) -> str | None:
+    """torch.distributed's backend for a device, by its kind; gloo where torch is built without NCCL, as on
+    Windows."""
+    import torch.distributed as dist
+
+    backend = kind_of(device).collectives
+    return "gloo" if backend == "nccl" and not dist.is_nccl_available() else backend
+
+
+def uuid_of(device: torch.device | str) -> str:
+    """What a CUDA card is called whatever else is in the machine."""
     import torch
 
-    module: Any = torch.get_device_module(torch.device(device))
+    return str(torch.cuda.get_device_properties(torch.device(device)).uuid)
+
+
+def has_bf16(device: torch.device | str) -> bool:
+    """Whether an accelerator computes in bfloat16, as its own module says; False where it does not say.
+
+    Of CUDA cards before Ampere it says yes, for they emulate it; fp16 is many times as fast there.
+    """
+    import torch
+
+    where = torch.device(device)
+    if where.type == "cuda" and torch.version.hip is None:
+        return capability(where) >= (8, 0)
+    module: Any = torch.get_device_module(where)
     return bool(module.is_bf16_supported()) if hasattr(module, "is_bf16_supported") else False
 
 
@@ -175,6 +197,21 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
     with stream:
         yield
     stream.synchronize()
+
+
+def used_here(*tensors: torch.Tensor) -> None:
+    """Say that this thread's stream reads tensors which another stream made.
+
+    Freed, their memory goes back to the stream that they were made on, which would write to it at once: now
+    only when this stream is through with what it was given by then.
+    """
+    import torch
+
+    if current() is None:
+        return
+    for tensor in tensors:
+        if kind_of(tensor.device).streams:
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 # ---- copies
@@ -240,7 +277,17 @@ def free_bytes(device: torch.device | str) -> int | None:
 
 
 def total_bytes(device: torch.device | str) -> int | None:
-    """All the memory that a job can have on an accelerator; None where a backend does not say."""
+    """All the memory that a job can have on an accelerator; None where a backend does not say.
+
+    A card's properties say it. Asked for what is free, the driver starts its context, which takes half a
+    gigabyte of every card that each process of a job merely counts.
+    """
+    import torch
+
+    where = torch.device(device)
+    if where.type in ("cuda", "xpu"):
+        module: Any = torch.get_device_module(where)
+        return int(module.get_device_properties(where).total_memory)
     info = _memory_info(device)
     return None if info is None else info[1]
 

@@ -74,7 +74,9 @@ def _nvml(device: str, num_devices: int) -> Reader | None:
 
         pynvml.nvmlInit()
         first = int(device.partition(":")[2] or 0)
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(first + i) for i in range(num_devices)]
+        # By their own names: NVML counts the machine's cards, torch those that CUDA_VISIBLE_DEVICES leaves.
+        names = [f"GPU-{accelerator.uuid_of(f'cuda:{first + i}')}" for i in range(num_devices)]
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(name) for name in names]
         sum(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles)
     except Exception:  # not installed, no driver, or a card before Volta: each means no counter
         return None

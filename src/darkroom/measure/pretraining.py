@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -147,7 +147,8 @@ def bench_pretraining(
 ) -> Iterator[Measurement]:
     """A row for each case, as they come: images/s, MFU, peak memory, and the time against the first case's.
 
-    A case is `plain` or switches with commas. `batch` auto: doubled until memory ends or it brings nothing.
+    A case is `plain` or switches with commas. `batch` auto: doubled until memory ends or it brings nothing;
+    what compiles takes the batch of the case before, for each size is compiled anew, in minutes.
     `unet` changes the family's U-Net. A case that finds no memory or fails is a row that says so.
     InputError names what is unknown.
     """
@@ -178,10 +179,13 @@ class _Asked:
 
 def _pretraining_rows(asked: _Asked, cases: Sequence[str], say: Say) -> Iterator[Measurement]:
     first: Timing | None = None
-    flops = 0
+    flops = taken = 0
     for case in cases:
+        compiles = {"compile", "compile_regional"} & set(case.split(","))
+        now = replace(asked, batch=taken) if taken and compiles and asked.batch == "auto" else asked
         try:
-            row, timing, flops = _case(asked, case, first, flops)
+            row, timing, flops = _case(now, case, first, flops)
+            taken = int(row.settings["batch"])
         except DEVICE_LOST:
             raise
         except Exception as error:

@@ -84,8 +84,12 @@ class ControlNet:
     @property
     def num_bytes(self) -> int:
         """Of its weights."""
-        modules = [self.module] if self.hint is None else [self.module, self.hint]
-        return sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+        return sum(weight.nbytes for weight in self.weights)
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """Of all its parts."""
+        return [weight for module in filter(None, (self.module, self.hint)) for weight in module.parameters()]
 
     def names(self, levels: int) -> list[str]:
         """Under which the U-Net gets what it adds, level by level."""

@@ -67,9 +67,13 @@ class ImagePrompt:
     @property
     def num_bytes(self) -> int:
         """Of its weights and the encoder's."""
-        modules = (self.projection, self.encoder)
-        own: int = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
-        return own + sum(2 * keys.numel() * keys.element_size() for keys, _ in self.layers)
+        return sum(weight.nbytes for weight in self.weights)
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """Of all its parts."""
+        own = [weight for module in (self.projection, self.encoder) for weight in module.parameters()]
+        return own + [weight for layer in self.layers for weight in layer]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """On a device and in a precision, in place."""

@@ -340,7 +340,7 @@ def _rank(rank: int, number: int, folder: str, kind: str, budget_s: float) -> No
     import torch.distributed as dist
 
     dist.init_process_group(
-        accelerator.kind_of(kind).collectives,
+        accelerator.collectives(kind),
         init_method=f"file://{folder}/meet",
         rank=rank,
         world_size=number,

@@ -9,8 +9,8 @@ Shapes: B rows, G of them guided, C H W latents, L tokens, D text width, P steps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -126,6 +126,19 @@ class Row:
         low, high = self.guidance_interval
         inside = low <= step / len(self.table) < high
         return inside and self.negative is not None and self.guidance > 1
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a row, those of its conditions and nets among them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(tuple(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from tensors_in(one)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in([getattr(value, one.name) for one in fields(value)])
 
 
 NEGATIVE = -1

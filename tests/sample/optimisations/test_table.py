@@ -10,8 +10,10 @@ import torch
 
 from darkroom import models, sample
 from darkroom.errors import InputError
+from darkroom.models.adapters.bank import Bank, Change, Staged, lay_out
 from darkroom.sample import optimisations
 from darkroom.sample.likeness import likeness
+from models.made_adapters import made
 
 SETTINGS = {"steps": 4, "seed": 3, "guidance": 5.0, "size": (64, 32)}
 LOSSLESS_HERE = [
@@ -263,6 +265,49 @@ def test_tracing_is_by_shape(tiny):
     backend = sample.open_backend("torch", tiny, optimise="trace,guidance_interval:1-4")
     sample.generate(tiny, "a red circle", backend=backend, **{**SETTINGS, "steps": 8})
     assert sorted(key[0][0][0] for key in backend.unet.made) == [1, 2]
+
+
+def test_a_trace_is_made_anew_where_adapters_change_other_layers(tiny):
+    """And so is a CUDA graph: what was recorded holds for the layers and matrices that there were."""
+    drawn = torch.Generator().manual_seed(7)
+    backend = sample.open_backend("torch", copy.deepcopy(tiny), optimise="trace")
+    unet = backend.model.unet
+    x, text = torch.randn(2, 4, 8, 8, generator=drawn), torch.randn(2, 77, 64, generator=drawn)
+    plain, t = sample.backends.unet_call(unet), torch.tensor([500.0, 20.0])
+
+    def apart(*rows):
+        """How far the traced call is from the plain one, and the plain one from that without adapters."""
+        added = lay_out(rows, "cpu")
+        with torch.no_grad():
+            expected, without = plain(x, t, text, added), plain(x, t, text, {})
+            found = backend.unet(x, t, text, added)
+        return (found - expected).abs().max(), (expected - without).abs().max()
+
+    def check(*rows):
+        wrong, changed = apart(*rows)
+        assert wrong < 1e-4 < 1e-2 < changed
+
+    bank = Bank(backend.model, slots=3, max_rank=4)
+    keys = made(tiny, 1, where=lambda path: path.startswith("unet.") and path.endswith("to_k"))
+    outs = made(tiny, 2, where=lambda path: path.startswith("unet.") and path.endswith("to_out.0"))
+    bank.load(1, keys)
+    check([(1, 1.0)], [])
+    traces = len(backend.unet.made)
+    check([], [(1, 0.5)])
+    assert len(backend.unet.made) == traces  # other rows, and the same layers
+    bank.load(2, outs)
+    check([(2, 1.0)], [(1, 1.0)])
+    path = next(iter(keys.layers))
+    weight = models.adapters.adaptable(backend.model)[path].weight
+    whole = Change(delta=torch.randn(weight.shape, generator=drawn))
+    bank.load(3, Staged("whole", {path: whole}))
+    check([(3, 1.0)], [])
+    check([], [(3, 1.0)])
+    bank.clear(3)
+    bank.detach()
+    other = Bank(backend.model, slots=1, max_rank=4)
+    other.load(1, outs)
+    check([(1, 1.0)], [])
 
 
 def test_an_lcm_adapter_is_merged_into_a_look_alike(tiny, plain, tmp_path):

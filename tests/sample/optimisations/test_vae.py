@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from darkroom import models, sample
 from darkroom.errors import InputError
 from darkroom.sample.likeness import levels, likeness, psnr
+from darkroom.sample.optimisations import vae as vae_module
 from darkroom.sample.optimisations.choose import optimise
 from darkroom.sample.optimisations.tiny_vae import Residual, load_tiny
 from darkroom.sample.optimisations.vae import VaeFront, in_tiles
@@ -217,3 +219,15 @@ def test_tiles_keep_the_resident_memory_under_what_was_counted():
         assert grew > 0.5 * counted, names  # the count is no mere ceiling
         grown[names] = grew
     assert grown["vae_tiling:256"] < 0.4 * grown["none"]
+
+
+def test_weights_that_are_cast_are_told_to_the_allocator_first(tiny, monkeypatch):
+    """A server decodes on a stream of its own: what it frees was made on another."""
+    told: list[int] = []
+    keep = lambda *tensors: told.extend(tensor.data_ptr() for tensor in tensors)  # noqa: E731
+    monkeypatch.setattr(vae_module, "used_here", keep)
+    vae = copy.deepcopy(tiny.vae)
+    before = [weight.data_ptr() for weight in vae.parameters()]
+    VaeFront(vae, CPU).to(torch.float64)
+    assert told == before
+    assert before != [weight.data_ptr() for weight in vae.parameters()]

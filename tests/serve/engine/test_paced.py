@@ -1,13 +1,22 @@
-"""On a card at most two steps are on their way, and a step's time is that of the card."""
+"""On a card at most two steps are on their way, a step's time is that of the card, and what another stream
+makes for a step is there before it."""
 
 from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import torch
 
+from darkroom.sample.backends import open_backend
+from darkroom.sample.denoise import tensors_in
 from darkroom.serve.engine.executors import AHEAD, Between, Paced, places_for
+from darkroom.serve.engine.loop import Engine
+from darkroom.serve.engine.runner import shape_of
+from darkroom.serve.engine.tickets import EngineJob
+from darkroom.serve.metrics import Metrics
+from darkroom.serve.request import HiresChoice, PictureRequest
 
 
 class Card:
@@ -82,3 +91,61 @@ def test_a_cpu_is_not_paced():
     finally:
         aside.close()
         steps.close()
+
+
+def test_one_thread_calls_an_accelerator_of_one_stream():
+    """Metal ends a process whose threads both call it."""
+    assert [type(one) for one in places_for(torch.device("mps"), 1, 1)] == [Between, Between]
+
+
+class Noted(Between):
+    """Notes what the engine does, in its order, and the tensors that it takes over."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self.notes, self.tensors = notes, []
+        self.engine: Engine | None = None
+
+    def put(self, task) -> None:
+        self.notes.append("begun")
+        task()
+
+    def settle(self) -> None:
+        handed = len(self.engine._arrived) + len(self.engine._queue)
+        self.notes.append("settled" if not handed else "settled too late")
+
+    def taken(self, tensors) -> None:
+        self.notes.append("taken")
+        self.tensors += tensors
+
+
+def test_what_a_task_made_is_settled_before_a_step_may_read_it(small):
+    """Text states, and the latents of a second pass: made on a stream of their own, read on the steps'."""
+    notes: list[str] = []
+    aside, steps = Noted(notes), Between()
+    steps.put = lambda task: (notes.append("step"), task())
+    backend, over = open_backend("torch", small, optimise="none"), []
+    told = {"began": lambda work: None, "drawn": lambda *_: None, "made": over.append}
+    listener = SimpleNamespace(**told, failed=lambda work, error: over.append(error))
+    engine = Engine(backend.model or small, backend, capacity=4, metrics=Metrics(), places=(steps, aside))
+    aside.engine = engine
+    request = PictureRequest(prompt="a horse", steps=2, hires=HiresChoice(scale=2, strength=0.5))
+    work = EngineJob("a", "key", request, shape_of(small, request), listener)
+    engine.submit(work)
+    while not over:
+        engine._round()
+    assert over == [work]
+    # Prepared and two steps; made larger, prepared anew, and at half strength one step.
+    assert [note for note in notes if note != "begun"] == [
+        *("settled", "taken", "step", "step"),
+        *("settled", "settled", "taken", "step"),
+    ]
+    taken = {id(tensor) for tensor in aside.tensors}
+    row = work.tickets[0].row
+    assert row.negative is not None
+    assert {id(row.positive.text_LD), id(row.negative.text_LD)} <= taken
+
+
+def test_all_tensors_of_a_row_are_found():
+    inner = SimpleNamespace(not_a_tensor=torch.zeros(1))
+    x, y = torch.zeros(2), torch.zeros(3)
+    assert [id(one) for one in tensors_in([x, {"a": (y, None)}, inner, "text"])] == [id(x), id(y)]

@@ -16,6 +16,7 @@ O outputs of a layer, L tokens or P pixels.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -93,6 +94,9 @@ class _CallOfThread(threading.local):
     dense: Sequence[_Dense] = ()
 
 
+_LAYOUTS = itertools.count(1)
+
+
 class RowAdapters:
     """Which adapters the rows of the `call` now running have.
 
@@ -107,11 +111,17 @@ class RowAdapters:
         """Adapters a row that a call is padded to, so that its shape stays the same; 0 is as they come."""
         self.dense: set[int] = set()
         """The slots that hold differences as large as layers."""
+        self.layout = next(_LAYOUTS)
+        """A new number whenever layers begin to read other matrices: what was recorded before lacks them."""
         self.whole_calls = False
         """All rows are multiplied with them, at weight 0 where they have them not: the same shapes always."""
         self.call: _AdapterCall | _CallOfThread = _CallOfThread() if threads else _AdapterCall()
         self._kept: Any = WeakIdKeyDictionary()
         self._lock: AbstractContextManager[Any] = threading.Lock() if threads else nullcontext()
+
+    def changed(self) -> None:
+        """A layer reads other matrices from now on, or reads some for the first time."""
+        self.layout = next(_LAYOUTS)
 
     @contextmanager
     def applied(self, slots_BK: torch.Tensor | None, weights_BK: torch.Tensor | None) -> Iterator[None]:
@@ -498,6 +508,7 @@ class Bank:
             if layer.bank_gain is None:
                 shape = self.slots + 1, len(change.gain)
                 layer.bank_gain = torch.zeros(shape, device=change.gain.device, dtype=change.gain.dtype)
+                layer.bank_rows.changed()
             layer.bank_gain[slot].copy_(change.gain, non_blocking=True)
         if change.delta is not None:
             layer.bank_deltas[slot] = change.delta
@@ -577,6 +588,7 @@ class Bank:
             nothing = torch.zeros(self.slots + 1, self.max_rank, 1, device=weight.device, dtype=weight.dtype)
             layer.bank_up = nothing.repeat(1, 1, outputs)
             layer.bank_down = nothing.repeat(1, 1, inputs)
+        layer.bank_rows.changed()
 
     def verify(self) -> None:
         """ModelError where something that changed the model since then would pass the bank's layers by."""

@@ -5,18 +5,21 @@ Compiled code is kept on disk by PyTorch's own cache, so that the next process s
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import shutil
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from darkroom.errors import InputError
+from darkroom.models.adapters.bank import SLOTS, rows_of
 from darkroom.models.compiling import MOST_SHAPES, Compiled, CompiledBlocks
 from darkroom.sample.denoise import Unet
 from darkroom.sample.optimisations.applied import Applied, CallOf
@@ -31,11 +34,31 @@ LOG = logging.getLogger("darkroom")
 def compile_whole(applied: Applied, argument: str) -> None:
     """The whole U-Net by torch.compile, a graph for each size."""
     applied.callee = Compiled(applied.own("unet"), _mode("compile", argument))
+    _copy_outputs(applied, argument)
 
 
 def compile_regional(applied: Applied, argument: str) -> None:
     """Each kind of repeated block once by torch.compile: a fraction of the compile time of the whole."""
     applied.callee = CompiledBlocks(applied.own("unet"), _mode("compile_regional", argument))
+    _copy_outputs(applied, argument)
+
+
+def _copy_outputs(applied: Applied, mode: str) -> None:
+    """Inductor's own CUDA graphs write a call's result where that of the last one was, which may be needed:
+    a step makes several calls where texts differ in length or memory is short."""
+    if mode not in ("reduce-overhead", "max-autotune") or applied.device.type != "cuda":
+        return
+
+    def wrap(call: Unet) -> Unet:
+        def copied(
+            x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
+        ) -> torch.Tensor:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            return call(x, t, text, added).clone()
+
+        return copied
+
+    applied.inner.append(wrap)
 
 
 def _mode(name: str, argument: str) -> str | None:
@@ -51,32 +74,48 @@ def lacks_compiler(place: ComputeTarget) -> str | None:
     compilers = (os.environ.get("CC", "gcc"), "clang")
     if place.device.type == "cuda" and os.name == "posix" and not any(map(shutil.which, compilers)):
         return "torch.compile's Triton needs a C compiler, and there is no gcc or clang"
+    if place.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "torch.compile needs Triton, which is not installed (on Windows: pip install triton-windows)"
     return None
 
 
 def trace(applied: Applied, argument: str) -> None:
     """torch.jit.trace of the U-Net in this process, one trace a shape; no file is written or read."""
     applied.own("unet")  # its weights ask for no gradients, so that the trace can hold them
-    applied.outer = lambda applied, call_of: _ByShape(applied.plain(call_of), _traced)
+    applied.outer = lambda applied, call_of: _ByShape(applied.plain(call_of), _traced, applied)
 
 
 class _ByShape:
-    """A call made anew for each set of shapes and types, and kept; past `most` sets it is used as it is."""
+    """A call made anew for each set of shapes and types, and kept; past `most` sets it is used as it is.
+
+    What was recorded of rows with adapters holds for the layers that the bank changed then: those that read
+    other matrices are recorded anew. Differences as large as layers are told apart by row, on the host, so
+    calls with these are not recorded.
+    """
 
     def __init__(
         self,
         call: Unet,
         make: Callable[[Unet, list[torch.Tensor], tuple[str, ...]], Any],
+        applied: Applied,
         most: int | None = None,
     ) -> None:
-        self._call, self._make, self._most = call, make, most
+        self._call, self._make, self._applied, self._most = call, make, applied, most
         self.made: dict[Key, Any] = {}
+        self._layout = 0
         self._full = False
         self.seconds = 0.0
 
     def __call__(
         self, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
     ) -> torch.Tensor:
+        if SLOTS in added:
+            rows = rows_of(self._applied.model.unet)
+            if rows.dense:
+                return self._call(x, t, text, added)
+            if rows.layout != self._layout:
+                self._layout = rows.layout
+                self.made = {key: made for key, made in self.made.items() if SLOTS not in key}
         names = tuple(sorted(added))
         tensors = [x, t, text, *(added[name] for name in names)]
         key = (*names, *((tuple(v.shape), v.dtype) for v in tensors))
@@ -117,39 +156,57 @@ def cuda_graphs(applied: Applied, argument: str) -> None:
 
     def outer(applied: Applied, call_of: CallOf) -> Unet:
         """The U-Net with each shape's calls captured in a CUDA graph; all graphs share one memory pool."""
-        pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(applied.device):
+            place = _CapturePlace(applied.device, torch.cuda.graph_pool_handle(), torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
         def captured(call: Unet, tensors: list[torch.Tensor], names: tuple[str, ...]) -> Any:
             """A captured call, or the plain one where the graph cannot hold it."""
             try:
-                return _Captured(call, tensors, names, pool)
+                return _Captured(call, tensors, names, place)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # what a graph cannot hold: the same call, launched anew each time
                 LOG.warning("no CUDA graph for %s: %s", tuple(tensors[0].shape), str(error).splitlines()[0])
                 return _Positional(call, names)
 
-        return _ByShape(applied.plain(call_of), captured, most=MOST_SHAPES)
+        return _ByShape(applied.plain(call_of), captured, applied, most=MOST_SHAPES)
 
     applied.outer = outer
 
 
-class _Captured:
-    """One call in a CUDA graph: inputs are copied to where it reads them, the result from where it writes."""
+@dataclass(frozen=True)
+class _CapturePlace:
+    """What the graphs of a model share: their device, the pool of their memory and the stream they record."""
 
-    def __init__(self, call: Unet, tensors: list[torch.Tensor], names: tuple[str, ...], pool: Any) -> None:
+    device: torch.device
+    pool: Any
+    stream: Any
+
+
+class _Captured:
+    """One call in a CUDA graph: inputs are copied to where it reads them, the result from where it writes.
+
+    All on the model's own device: a stream of the thread's, which may be another, would record nothing.
+    """
+
+    def __init__(
+        self, call: Unet, tensors: list[torch.Tensor], names: tuple[str, ...], place: _CapturePlace
+    ) -> None:
         self._inputs = [tensor.clone() for tensor in tensors]
         run = _Positional(call, names)
-        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(CAPTURE_WARMUP):
-                run(*self._inputs)
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile: a server's decodes pictures.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self._out = run(*self._inputs)
+        with torch.cuda.device(place.device):
+            side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(CAPTURE_WARMUP):
+                    run(*self._inputs)
+            torch.cuda.current_stream().wait_stream(side)
+            self._graph = torch.cuda.CUDAGraph()
+            # Other threads may allocate meanwhile: a server's decodes pictures.
+            with torch.cuda.graph(
+                self._graph, pool=place.pool, stream=place.stream, capture_error_mode="thread_local"
+            ):
+                self._out = run(*self._inputs)
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
         for held, given in zip(self._inputs, tensors, strict=True):

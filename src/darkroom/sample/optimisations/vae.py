@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from darkroom.hardware.accelerator import used_here
 from darkroom.sample.pictures import check_wanted
 
 TILE_PIXELS = 512
@@ -36,7 +37,9 @@ class VaeFront:
         yield torch.empty(0, device=self._device, dtype=next(self._vae.parameters()).dtype)
 
     def to(self, dtype: torch.dtype) -> None:
-        """Another type for the weights."""
+        """Another type for the weights. Those in the old one are freed here, perhaps by another thread's
+        stream than they were made on, before they have been read."""
+        used_here(*self._vae.parameters())
         self._vae.to(dtype)
 
     def decode(self, latents_BCHW: torch.Tensor) -> Any:

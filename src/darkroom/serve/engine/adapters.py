@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import InputError
+from darkroom.hardware import accelerator
 from darkroom.models.adapters.read import read_adapter
 from darkroom.sample.adapters import Adapted, said_of
 from darkroom.serve.engine.shelf import Shelf
@@ -76,7 +77,8 @@ class Library(Shelf):
         wake: Callable[[], None],
         most_bytes: float = math.inf,
     ) -> None:
-        super().__init__(folder, "--adapters", wake)
+        weight = next(bank.model.unet.parameters())  # type: ignore[union-attr]
+        super().__init__(folder, "--adapters", wake, weight.device)
         self.bank, self._metrics = bank, metrics
         self.most_bytes = most_bytes
         """What differences as large as layers may take, in slots and staged."""
@@ -105,7 +107,9 @@ class Library(Shelf):
 
     def _load(self, file: File) -> None:
         adapter = read_adapter(file.path)
-        staged = self.bank.stage(adapter, file.blocks)
+        with accelerator.on_stream(self._stream):
+            staged = self.bank.stage(adapter, file.blocks)
+        accelerator.used_here(*(one for change in staged.changes.values() for one in change.tensors))
         if staged.dense_bytes > self.most_bytes:
             raise self._too_large(f"adapter '{file.name}' ({adapter.kind})", staged.dense_bytes)
         read = ReadAdapter(staged, adapter.sha256, adapter.notes, staged.dense_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from traceback import clear_frames
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,15 +82,18 @@ class Bucket:
         """
         start = time.perf_counter()
         stepped = Stepped(0.0, sum(ticket.work.shape.row_cost for ticket in self.tickets))
+        failed = False
         try:
             self._together(unet, stepped)
             pace()
         except DEVICE_LOST as error:
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
-            self._apart(unet, stepped, error)
+            failed = stepped.out_of_memory = True
         except Exception as error:
-            self._apart(unet, stepped, error)
+            failed, stepped.out_of_memory = True, is_out_of_memory(error)
+        if failed:  # here, where the error no longer holds the step's tensors
+            self._apart(unet, stepped)
         stepped.wall_s = time.perf_counter() - start
         self.meter_s += stepped.wall_s / stepped.evaluations
         done = [ticket for ticket in self.tickets if ticket.row is not None and ticket.row.done]
@@ -111,15 +115,15 @@ class Bucket:
                 ticket.glance = False
                 stepped.previews.append((ticket, GLANCE, x0_BCHW[i]))
 
-    def _apart(self, unet: Unet, stepped: Stepped, error: BaseException) -> None:
+    def _apart(self, unet: Unet, stepped: Stepped) -> None:
         """Each row by itself: those that fail alone too are to blame."""
         self._unpack()
-        stepped.out_of_memory = is_out_of_memory(error)
         for ticket in self.tickets:
             assert ticket.row is not None
             try:
                 sample.advance(unet, [ticket.row])
             except Exception as alone:
+                clear_frames(alone.__traceback__)  # what it holds of memory the next row needs
                 stepped.failed.append((ticket, alone))
 
 

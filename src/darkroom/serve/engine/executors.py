@@ -2,7 +2,8 @@
 
 On a CPU both run in `Lanes`: threads that share the cores among them, so that several sizes step at once and
 nothing takes more threads than there are cores. On an accelerator steps are taken by the engine's own thread,
-and the rest runs in another, on a stream of its own, so that steps go on meanwhile.
+and the rest runs in another, on a stream of its own, so that steps go on meanwhile. Two streams share memory:
+what one makes is handed on when it is made (`settle`), its memory when both are through with it (`taken`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -42,6 +43,12 @@ class Aside(Protocol):
 
     def put(self, task: Task) -> None:
         """Run it, now or soon."""
+
+    def settle(self) -> None:
+        """Called by a task before others may take what it made: returns when the device has made it."""
+
+    def taken(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Called by the thread of the steps when it takes over tensors that a task made."""
 
     def close(self, within_s: float = 10.0) -> bool:
         """Run nothing more; whether what was under way has ended."""
@@ -80,6 +87,12 @@ class Between:
 
     def pace(self) -> None:
         """A step is over when its call returns."""
+
+    def settle(self) -> None:
+        """What follows comes after it."""
+
+    def taken(self, tensors: Iterable[torch.Tensor]) -> None:
+        """There is one stream."""
 
     def close(self, within_s: float = 10.0) -> bool:
         """Nothing is held."""
@@ -180,6 +193,12 @@ class Among:
             self._running = True
         self._lanes.put(self._next)
 
+    def settle(self) -> None:
+        """What a CPU has returned is made."""
+
+    def taken(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Main memory knows no streams."""
+
     def close(self, within_s: float = 10.0) -> bool:
         """The lanes end it."""
         return True
@@ -195,10 +214,10 @@ class Among:
 
 
 class Beside:
-    """In a thread and, on CUDA, on a stream of its own."""
+    """In a thread, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._stream = accelerator.new_stream(device)
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._waiting = 0
         self._lock = threading.Lock()
@@ -216,6 +235,15 @@ class Beside:
             self._waiting += 1
         self._tasks.put(task)
 
+    def settle(self) -> None:
+        """Steps run on another stream: without this they would read a text that is still being encoded."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def taken(self, tensors: Iterable[torch.Tensor]) -> None:
+        """They are of this stream's memory, and steps that read them are launched ahead."""
+        accelerator.used_here(*tensors)
+
     def close(self, within_s: float = 10.0) -> bool:
         """Run nothing more; whether what was under way has ended."""
         self._tasks.put(None)
@@ -223,19 +251,22 @@ class Beside:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        stream = accelerator.new_stream(self._device)
         while (task := self._tasks.get()) is not None:
-            with accelerator.on_stream(stream):
+            with accelerator.on_stream(self._stream):
                 task()
             with self._lock:
                 self._waiting -= 1
 
 
-def places_for(device: torch.device, lanes: int, threads: int) -> tuple[Steps, Aside]:
-    """Where to take steps, and where to do the other work; `lanes` and `threads` are of a CPU."""
-    if accelerator.kind_of(device).streams:
-        return Paced(lambda: accelerator.new_event(device)), Beside(device)
-    if device.type != "cpu":
-        return Between(), Beside(device)
-    steps = Lanes(lanes, threads)
-    return steps, Among(steps)
+def places_for(device: torch.device, lanes: int, threads: int, *, apart: bool = True) -> tuple[Steps, Aside]:
+    """Where to take steps, and where to do the other work; `lanes` and `threads` are of a CPU.
+
+    Unless `apart`, the engine's thread does both: where the weights of one part make room for another's. And
+    on accelerators of one stream: Metal ends a process whose threads both call it (pytorch issue 197805).
+    """
+    if device.type == "cpu":
+        steps = Lanes(lanes, threads)
+        return steps, Among(steps)
+    if not accelerator.kind_of(device).streams:
+        return Between(), Between()
+    return Paced(lambda: accelerator.new_event(device)), Beside(device) if apart else Between()

@@ -136,7 +136,7 @@ def open_model(
         library=library,
         nets=nets,
         pad_to=PAD_TO if settings.pad else (),
-        places=places_for(backend.device, lanes, _threads_each(lanes)),
+        places=places_for(backend.device, lanes, _threads_each(lanes), apart=not _offloads(backend)),
         shares=settings.limits.shares,
         fixed_rows=fixed_rows(model, backend, per_row) if settings.deterministic else None,
     )
@@ -149,6 +149,11 @@ def open_model(
     if lanes > 1:
         LOG.info("lanes: %d sizes at once, %d threads each", lanes, _threads_each(lanes))
     return LoadedModel(model, engine, library, nets, embeddings)
+
+
+def _offloads(backend: Backend) -> bool:
+    """Whether a part that is called sends another one to main memory, which a step may be computing with."""
+    return any(name.startswith("offload_") for name in backend.optimised)
 
 
 def _embeddings(settings: ServeSettings, model: Model) -> Embeddings:

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from darkroom.errors import DarkroomError
+from darkroom.hardware import accelerator
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.control import ControlledUnet
-from darkroom.sample.denoise import Unet
+from darkroom.sample.denoise import Unet, tensors_in
 from darkroom.serve.engine.batch import Bucket, Stepped, bucket_of, padded
 from darkroom.serve.engine.executors import Aside, Between, Steps
 from darkroom.serve.engine.fairness import Admits, Entry, FairQueue, PendingPicture, admitted_after
@@ -242,6 +243,8 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            if (index := self.studio.backend.device.index) is not None:
+                accelerator.use(index)  # a thread begins on the first device, whatever others chose
             while not self._stopping:
                 self._round()
         except Exception as error:
@@ -377,6 +380,7 @@ class Engine:
             tickets, self._unprepared = self._unprepared, []
         works = [work for work in dict.fromkeys(ticket.work for ticket in tickets) if not work.over]
         failed = self.studio.prepare(works, self.library, self.nets)
+        self.aside.settle()
         with self._condition:
             self._failed += failed
             if not self._stopping:  # then some were left half prepared
@@ -402,6 +406,7 @@ class Engine:
                 self._fail(ticket.work, error)
                 continue
             assert ticket.row is not None
+            self.aside.taken(tensors_in(ticket.row))
             ticket.work.prepared_s = ticket.work.prepared_s or time.monotonic()
             if (key := bucket_of(ticket.row)) in self._stepping:
                 early.append(ticket)
@@ -479,6 +484,7 @@ class Engine:
 
     def _enlarge_aside(self, tickets: list[Ticket]) -> None:
         failed = self.studio.enlarge([ticket for ticket in tickets if not ticket.work.over])
+        self.aside.settle()
         with self._condition:
             self._failed += failed
             for ticket in tickets:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from darkroom.errors import DarkroomError, InputError
+from darkroom.hardware import accelerator
 from darkroom.models.control import ControlCard, ControlNet, describe_control, read_control
 from darkroom.models.image_prompt import ENCODER_FOLDER, ImagePrompt, install
 from darkroom.sample.control import Control, Controls
@@ -64,7 +65,7 @@ class Nets(Shelf):
         most_bytes: int,
         wake: Callable[[], None],
     ) -> None:
-        super().__init__(folder, "--controls", wake)
+        super().__init__(folder, "--controls", wake, device)
         self.model, self.most_bytes = model, most_bytes
         self._device, self._dtype = device, dtype
         self._known: dict[File, ControlCard] = {}
@@ -179,7 +180,9 @@ class Nets(Shelf):
     def _load(self, file: File) -> None:
         try:
             net = read_control(file.path, self.model, name=file.name)
-            net.to(self._device, self._dtype)
+            with accelerator.on_stream(self._stream):
+                net.to(self._device, self._dtype)
+            accelerator.used_here(*net.weights)
         except BaseException:
             with self._lock:
                 del self._bytes[file]

@@ -15,9 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from darkroom.errors import DarkroomError, InputError
+from darkroom.hardware import accelerator
 from darkroom.serve.engine.tickets import File, Ticket
+
+if TYPE_CHECKING:
+    import torch
 
 LOG = logging.getLogger("darkroom.serve")
 SUFFIX = ".safetensors"
@@ -32,7 +37,7 @@ class Shelf:
     noun = ""
     """What a file is."""
 
-    def __init__(self, folder: Path, option: str, wake: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, option: str, wake: Callable[[], None], device: torch.device) -> None:
         if not folder.is_dir():
             raise InputError(f"{option} '{folder}' is no folder")
         self.folder, self._wake = folder, wake
@@ -44,6 +49,8 @@ class Shelf:
         self._held: dict[Ticket, dict[str, File]] = {}
         self._users: Counter[File] = Counter()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="darkroom-reader")
+        self._stream = accelerator.new_stream(device)
+        """Of the reading thread: on the steps' stream each tensor of a file would wait for a step."""
 
     def _scan(self) -> dict[str, File]:
         """What is in the folder, by name."""

@@ -142,7 +142,7 @@ def joined(settings: ParallelSettings) -> Iterator[Ranks]:
     ours = not dist.is_initialized()  # Ray has made the group already; so has an earlier phase
     if ours:
         here = accelerator.current()
-        theirs = here and accelerator.kind_of(here).collectives
+        theirs = here and accelerator.collectives(here)
         if theirs:
             accelerator.use(int(os.environ["LOCAL_RANK"]))
         # Beyond the watch's own limit: it names who hangs, which a collective that gives up cannot.

@@ -1,0 +1,54 @@
+"""Where a step fails its rows are tried one by one, with all of the memory that it took."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from darkroom.sample.choice import make_table
+from darkroom.sample.denoise import Condition, Row
+from darkroom.serve.engine.batch import Bucket
+from darkroom.serve.engine.tickets import EngineJob, Shape, Ticket
+from darkroom.serve.request import PictureRequest
+
+DDIM = {
+    "_class_name": "DDIMScheduler",
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+}
+
+
+def tickets(count: int) -> list[Ticket]:
+    request = PictureRequest(prompt="a horse", num=count, steps=3)
+    work = EngineJob("a", "key", request, Shape(16, 16, 3, 1), None)  # type: ignore[arg-type]
+    for ticket in work.tickets:
+        ticket.row = Row(make_table("ddim", DDIM, 3), torch.zeros(4, 2, 2), Condition(torch.zeros(7, 8)))
+    return work.tickets
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, ValueError])
+def test_rows_are_tried_alone_when_nothing_of_the_failed_call_is_held(kind: type[Exception]) -> None:
+    taken: list[weakref.ref[torch.Tensor]] = []
+    held: list[int] = []
+
+    def unet(x: torch.Tensor, *given: Any) -> torch.Tensor:
+        held.append(sum(one() is not None for one in taken))
+        activations = torch.zeros(1000)
+        taken.append(weakref.ref(activations))
+        if len(x) > 1 or len(taken) == 2:  # together, and the first alone
+            raise kind("CUDA out of memory")
+        return x * activations[0]
+
+    bucket = Bucket()
+    for ticket in tickets(3):
+        bucket.add(ticket)
+    stepped = bucket.step(unet)
+    assert stepped.out_of_memory == (kind is torch.OutOfMemoryError)
+    assert [(ticket.index, type(why)) for ticket, why in stepped.failed] == [(0, kind)]
+    assert [ticket.step for ticket in bucket.tickets] == [1, 1]
+    assert held == [0] * 4
+    assert taken[-1]() is None
