@@ -45,6 +45,7 @@ from darkroom.train.contents import (
     check_base,
     chosen_of,
     class_contents,
+    columns_read,
     contents_of,
     places_of,
 )
@@ -144,7 +145,7 @@ def make_job(
     data, train, optim, side = recipe.data, recipe.train, recipe.optim, recipe.data.resolution
     store = _opened_store(recipe.task, data, pinned, feed, say, ranks)
     train_rows, held_rows = select_rows(store, data)
-    contents = ranks.tell(lambda: contents_of(store, pinned.contents))
+    contents = ranks.tell(lambda: contents_of(store, pinned.contents, columns_read(data)))
     chosen = chosen_of((train_rows, held_rows), data, pinned.chosen)
     device = _device(train.device, ranks)
     set_kernels(train, device)
