@@ -58,6 +58,7 @@ from darkroom.train.data.feed import (
     make_order,
     read_once,
     rows_an_epoch,
+    rows_of_one_size,
 )
 from darkroom.train.data.local_dataset import (
     class_store_path,
@@ -172,7 +173,10 @@ def make_job(
         halve_text(model, site.dtype)
     rest(_seldom_run(model, task), pinned.run)
     notes += _trained_share(recipe.task, task)
-    heldout = _heldout(task, store, held_rows, recipe.evaluate.rows, device)
+    alike = rows_of_one_size(data, task, store, held_rows) if len(held_rows) else held_rows
+    if len(alike) < len(held_rows):
+        notes.append(f"held-out loss: of {len(alike)} of {len(held_rows)} rows, the most frequent bucket's")
+    heldout = _heldout(task, store, alike, recipe.evaluate.rows, device)
     calibration = _calibration(task, store, train_rows, side, device)
     one_row = partial(_one_row, task, store, train_rows, device)
     step, size_notes = _sized_step(task, train, optim, recipe.parallel, one_row, site)
