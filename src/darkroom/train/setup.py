@@ -173,14 +173,11 @@ def make_job(
         halve_text(model, site.dtype)
     rest(_seldom_run(model, task), pinned.run)
     notes += _trained_share(recipe.task, task)
-    alike = rows_of_one_size(data, task, store, held_rows) if len(held_rows) else held_rows
-    if len(alike) < len(held_rows):
-        notes.append(f"held-out loss: of {len(alike)} of {len(held_rows)} rows, the most frequent bucket's")
-    heldout = _heldout(task, store, alike, recipe.evaluate.rows, device)
+    heldout, held_notes = _heldout(task, data, store, held_rows, recipe.evaluate.rows, device)
     calibration = _calibration(task, store, train_rows, side, device)
     one_row = partial(_one_row, task, store, train_rows, device)
     step, size_notes = _sized_step(task, train, optim, recipe.parallel, one_row, site)
-    notes += size_notes
+    notes += [*held_notes, *size_notes]
     order = make_order(train, data, task, store, train_rows)
     foreign = feed is not None and not isinstance(feed, OpenFeed)
     fed = (train, data, task, stores, order, device, ranks)
@@ -527,15 +524,18 @@ def _train(*modules: nn.Module | None) -> None:
 
 
 def _heldout(
-    task: Task, store: Store, rows: Rows, count: int, device: torch.device
-) -> dict[str, Tensor] | None:
-    """The held-out rows' inputs, read once, with the mean latent instead of a drawn one."""
+    task: Task, data: DataSettings, store: Store, rows: Rows, count: int, device: torch.device
+) -> tuple[dict[str, Tensor] | None, list[str]]:
+    """The held-out rows' inputs, read once, with the mean latent instead of a drawn one; and what to note."""
     if not len(rows):
-        return None
-    columns = dict(read_once(store, rows, count, task.read))
+        return None, []
+    alike, notes = rows_of_one_size(data, task, store, rows), []
+    if len(alike) < len(rows):
+        notes.append(f"held-out loss: of {len(alike)} of {len(rows)} rows, the most frequent bucket's")
+    columns = dict(read_once(store, alike, count, task.read))
     if "posterior" in columns:
         columns["posterior"] = torch.zeros_like(columns["posterior"])
-    return task.inputs(columns, device)
+    return task.inputs(columns, device), notes
 
 
 def _calibration(
