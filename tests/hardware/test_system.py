@@ -218,6 +218,11 @@ def test_a_stop_signal_is_noted_once_or_always() -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
             assert noted == expected
             assert signal.getsignal(signal.SIGTERM) is old
+        noted.clear()
+        with system.on_stop_signal(lambda *_: noted.append("new"), once=True):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)  # two requests to stop, by whichever signals they come
+        assert noted == ["new", "old"]
     finally:
         signal.signal(signal.SIGTERM, kept)
 

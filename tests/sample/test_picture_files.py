@@ -74,6 +74,23 @@ def test_a1111_text_is_what_its_web_ui_writes(tmp_path: Path) -> None:
     )
 
 
+def test_a_jpeg_takes_what_of_long_prompts_it_can_hold(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its EXIF is one segment of 64 KiB: saving failed, after all of the drawing."""
+    whole, long = picture(prompt="a cat " * 1_500), picture(prompt="a cat " * 5_000, negative="blur " * 6_000)
+    paths = save_pictures([whole, long], tmp_path, grid=False, kind="jpeg")
+    assert read_parameters(paths[0]) == whole.parameters
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    told = read_parameters(paths[1])
+    assert (told["steps"], told["seed"], told["karras"]) == (20, 12, True)
+    assert told["prompt"].startswith("a cat a cat")
+    assert long.parameters["prompt"].startswith(told["prompt"])
+    assert len(told["prompt"]) > 5_000
+    [path] = save_pictures([long], tmp_path, kind="webp")
+    assert read_parameters(path) == long.parameters
+
+
 def test_a1111_pictures_of_others_are_read(tmp_path: Path) -> None:
     info = PngImagePlugin.PngInfo()
     info.add_text(

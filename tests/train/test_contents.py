@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -186,6 +187,64 @@ def test_other_bytes_under_the_same_ids_are_other_contents(tmp_path: Path) -> No
     assert found["rows"] == before["rows"]
     with pytest.raises(InputError, match=OTHER):
         contents_of(swapped, [before])
+
+
+def with_masks(store: Path, grey: int) -> None:
+    png = io.BytesIO()
+    Image.new("L", (16, 16), grey).save(png, "PNG")
+    values = pa.array([png.getvalue()] * 12, pa.large_binary())
+    opened = Store.open(store)
+    opened.change(lambda dataset: dataset.add_columns(pa.table({"where": values}).to_reader()))
+
+
+@pytest.mark.parametrize("grey", [255, 64])
+def test_other_masks_of_the_same_pictures_are_refused(
+    recipe_of: MakeRecipe, tmp_path: Path, grey: int
+) -> None:
+    """A store made anew with the same pictures, captions and sizes, and with other masks."""
+    folder, store = paint(tmp_path / "in"), tmp_path / "a.lance"
+    recipe = recipe_of("pretrain", *STEPS, f"data.store={store}", "data.mask=where")
+    with_masks(store_of(folder, store), 255)
+    go(recipe, tmp_path / "run", until=3)
+    shutil.rmtree(store)
+    with_masks(store_of(folder, store), grey)
+    if grey == 255:
+        assert "going on after step 2 of 4" in go(recipe, tmp_path / "run")
+        return
+    with pytest.raises(InputError, match="data.store: .* has other values of 'where' .*--resume never"):
+        go(recipe, tmp_path / "run")
+
+
+@pytest.mark.parametrize("named", ["3_cats", "5_cats"])
+def test_folders_that_say_another_number_of_repeats_are_refused(
+    base: Path, tmp_path: Path, named: str
+) -> None:
+    """The run's own store is lost, its folder renamed: how often a picture comes is in its key alone."""
+    folder, own = tmp_path / "in", tmp_path / "run" / "data"
+    paint(folder / "3_cats", count=6)
+    paint(folder / "dogs", count=6, colours=1)
+    recipe = recipe_for("lora", base, folder, "train.steps=4", "checkpoint.every=2", "data.repeats=folders")
+    go(recipe, tmp_path / "run", until=3)
+    shutil.rmtree(own)
+    (folder / "3_cats").rename(folder / named)
+    if named == "3_cats":
+        assert "going on after step 2 of 4" in go(recipe, tmp_path / "run")
+        return
+    with pytest.raises(InputError, match="has other values of 'key' .*--resume never"):
+        go(recipe, tmp_path / "run")
+
+
+def test_captions_that_were_replaced_in_place_are_other_contents(tmp_path: Path) -> None:
+    """Lance writes a changed column into files of its own: those of the ids stay as they were."""
+    store = Store.open(store_of(paint(tmp_path / "in"), tmp_path / "a.lance"))
+    (before,) = contents_of(store, None)
+    ids = store.take(range(12), ["id"])["id"].to_pylist()
+    store.add_columns([pa.field("score", pa.float32())])
+    store.set_by_id("source", dict.fromkeys(ids, "elsewhere"))
+    assert contents_of(store, [before]) == [before]
+    store.set_by_id("caption", {id_: f"another {i}" for i, id_ in enumerate(ids)})
+    with pytest.raises(InputError, match=OTHER):
+        contents_of(store, [before])
 
 
 def test_other_class_pictures_are_refused(base: Path, tmp_path: Path) -> None:

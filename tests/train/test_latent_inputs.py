@@ -146,6 +146,23 @@ def test_buckets_and_prepared_latents_are_cut_at_the_centre(sdxl: Path, store: P
     assert seen["inline"] == seen["stored"]
 
 
+def test_held_out_rows_of_prepared_buckets_are_of_one_size(sdxl: Path, store: Path) -> None:
+    """They are measured in one batch: with `data.buckets=true` the run was refused for want of it."""
+    prepare(store, sdxl, resolution=64, bucket_step=16, device="cpu", batch_rows=4)
+    told = ("data.buckets=true", "data.resolution=64", "data.encode=stored", "train.global_batch=2")
+    job = job_of(sdxl, store, *told, "train.micro_batch=2", "data.holdout=4")
+    assert job.heldout is not None
+    sizes, shape = job.heldout["time_ids"], job.heldout["latents"].shape
+    factor = job.task.model.vae_factor
+    assert sizes[:, 4:].tolist() == [[factor * shape[2], factor * shape[3]]] * len(sizes)
+    [note] = [note for note in job.notes if note.startswith("held-out loss")]
+    assert note == f"held-out loss: of {len(sizes)} of 4 rows, the most frequent bucket's"
+    square = job_of(sdxl, store, "data.holdout=4", "train.global_batch=2", "train.micro_batch=2")
+    assert square.heldout is not None
+    assert len(square.heldout["latents"]) == 4
+    assert not any(note.startswith("held-out loss") for note in square.notes)
+
+
 def test_a_corner_by_hand() -> None:
     columns = {
         "width": torch.tensor([100, 100, 30]),

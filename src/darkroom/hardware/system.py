@@ -266,8 +266,9 @@ def on_stop_signal(call: Callable[[int, FrameType | None], object], *, once: boo
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
     def handler(number: int, frame: FrameType | None) -> None:
-        if once:
-            signal.signal(number, before[signal.Signals(number)])
+        if once:  # Ctrl-C and then SIGTERM are two: the other signal must not be noted in vain
+            for each, old in before.items():
+                signal.signal(each, old)
         call(number, frame)
 
     for number in STOP_SIGNALS:

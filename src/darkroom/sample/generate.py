@@ -15,6 +15,7 @@ from PIL import Image
 import darkroom
 from darkroom.errors import InputError
 from darkroom.hardware.accelerator import to_device
+from darkroom.models.hub import is_hub_id
 from darkroom.models.image_prompt import installed
 from darkroom.models.upscaler import Upscaler, read_upscaler
 from darkroom.options import MAX_SIDE
@@ -132,6 +133,14 @@ def _upscaled(picture: Picture, network: Upscaler) -> Picture:
     size = f"{image.width}x{image.height}"
     more = {"upscaler": network.name, "upscaler_sha256": network.sha256, "upscaled_size": size}
     return replace(picture, image=image, parameters={**picture.parameters, **more})
+
+
+def _without_folder(optimisation: str) -> str:
+    """An optimisation as it was asked for, of a folder in it the last part alone: pictures are passed on."""
+    name, colon, argument = optimisation.partition(":")
+    if not colon or (is_hub_id(argument) and not Path(argument).exists()):
+        return optimisation
+    return f"{name}:{Path(argument).name or Path(argument).resolve().name}"
 
 
 def _check_unicode(prompts: Sequence[str]) -> None:
@@ -595,7 +604,7 @@ class Generation:
             "model": model.name,
             "precision": self.backend.precision,
             "backend": self.backend.name,
-            "optimise": list(self.backend.optimised),
+            "optimise": [_without_folder(name) for name in self.backend.optimised],
             "notes": self.notes,
             "version": darkroom.__version__,
         }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -46,6 +47,10 @@ XMP = (
     '<?xpacket end="r"?>'
 )
 """What every picture says of itself, in IPTC's words: made by a trained model."""
+JPEG_EXIF_BYTES = 65_533
+"""A JPEG's EXIF is one segment, whose length has 16 bits."""
+PROMPTS = ("prompt", "negative")
+LOG = logging.getLogger("darkroom.sample")
 A1111_UPSCALERS = {"latent": "Latent", "lanczos": "Lanczos"}
 _WANTED: ContextVar[Callable[[], bool] | None] = ContextVar("wanted", default=None)
 
@@ -243,7 +248,10 @@ def _file_of(image: Image.Image, picture: Picture | None, kind: str, sign: Sign 
     if kind == "png":
         image.save(buffer, "PNG", pnginfo=png_text(picture))
     else:
-        image.save(buffer, kind.upper(), exif=_exif_of(picture), xmp=XMP.encode(), **KINDS[kind])
+        exif = _exif_of(picture)
+        if kind == "jpeg" and picture is not None and len(exif.tobytes()) > JPEG_EXIF_BYTES:
+            exif = _short_exif_of(picture)
+        image.save(buffer, kind.upper(), exif=exif, xmp=XMP.encode(), **KINDS[kind])
     content = buffer.getvalue()
     return content if sign is None else sign(content, {} if picture is None else picture.parameters)
 
@@ -278,6 +286,19 @@ def _exif_of(picture: Picture | None) -> Image.Exif:
         text = a1111_text(picture.parameters).encode("utf-16-be", "surrogatepass")
         exif.get_ifd(EXIF_IFD)[EXIF_COMMENT] = EXIF_UNICODE + text
     return exif
+
+
+def _short_exif_of(picture: Picture) -> Image.Exif:
+    """Of parameters that no JPEG can hold whole: without the JSON, and if need be with shortened prompts."""
+    left = {name: str(picture.parameters.get(name) or "") for name in PROMPTS}
+    LOG.warning("a JPEG holds 64 KiB of parameters: what is more is left out; --format png or webp holds all")
+    while True:
+        exif = Image.Exif()
+        text = a1111_text({**picture.parameters, **left}).encode("utf-16-be", "surrogatepass")
+        exif.get_ifd(EXIF_IFD)[EXIF_COMMENT] = EXIF_UNICODE + text
+        if len(exif.tobytes()) <= JPEG_EXIF_BYTES:
+            return exif
+        left = {name: text[: len(text) // 2] for name, text in left.items()}
 
 
 def _exif_texts(image: Image.Image) -> dict[str, str]:

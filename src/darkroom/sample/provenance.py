@@ -31,14 +31,13 @@ from darkroom.errors import InputError, MissingExtra
 from darkroom.hardware.system import atomic_replace
 from darkroom.options import check_credentials
 from darkroom.sample import watermark
-from darkroom.sample.pictures import XMP, Picture, parameters_in, png_text
+from darkroom.sample.pictures import PROMPTS, XMP, Picture, parameters_in, png_text
 from darkroom.sample.pictures import save_pictures as plain_save
 
 LOG = logging.getLogger("darkroom.sample")
 EXTRA = "provenance"
 MARK_VARIABLE = "DARKROOM_MARK"
 """Environment variable with the watermark's key; anyone with the key can find the mark."""
-PROMPTS = ("prompt", "negative")
 TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 SOURCE = "http://cv.iptc.org/newscodes/digitalsourcetype"
 TEST_NAME = "darkroom test signer"

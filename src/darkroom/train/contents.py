@@ -2,8 +2,9 @@
 
 A store's version is a number that another store may have too. Its fingerprint is of the names of its data
 files, which are random and stay in a copy; where they differ, as in a store that was imported anew, ids,
-captions and sizes of all rows decide (an id is a hash of a picture's bytes and caption), and the bytes of
-some pictures. What a filter chooses is compared by itself: it may read columns that no id speaks of.
+captions and sizes of all rows decide (an id is a hash of a picture's bytes and caption), the bytes of
+some pictures, and what else the recipe has read: masks, and the folders that say how often a picture comes.
+What a filter chooses is compared by itself: it may read columns that no id speaks of.
 
 A base's fingerprint is of the values at the start, the middle and the end of each tensor, of the parts'
 configurations, of the noise schedule, of the scaling of latents and of the words: the same for a folder, a
@@ -30,11 +31,15 @@ from darkroom.models.families import FAMILIES
 from darkroom.models.model import Model, is_flow
 from darkroom.recipe.sections import AdapterSettings, DataSettings, ModelSettings
 from darkroom.sample.schedule import Schedule
+from darkroom.train.data.feed import SET
+from darkroom.train.data.local_dataset import has_own_store
+from darkroom.train.data.masks import COLUMN as MASK
 
 READ_ROWS = 2_000_000
 """Of a larger store only the files' names are known: reading its ids would take a start minutes."""
 SAMPLED = 256
 SAMPLED_PICTURES = 16
+SAMPLED_MASKS = 16_384
 TRAIN_UNET = ("pretrain", "finetune", "dreambooth")
 CLASS_PICTURES = "set of pictures to compare with"
 _READ = ("id", "caption", "width", "height")
@@ -42,7 +47,8 @@ _KEPT = 16  # hexadecimal digits: 64 bits
 _NEW_RUN = "bring the one back that it was started with, or start a new run on this one: --resume never"
 
 Contents = list[dict[str, str]]
-"""Of each store `files`, and `rows` and `pictures` where it is not too large."""
+"""Of each store `files`, and `rows`, `pictures` and what else is read by its column where it is not too
+large."""
 
 CONFIGURATION = " configuration"
 """Behind a part's name: what is noted is JSON, of which the keys are compared that both times have."""
@@ -58,22 +64,35 @@ PROBE = "A photo of sks dog, 3 red-blue emoji & the quick brown foxes' jumping; 
 # ---- stores
 
 
-def contents_of(store: Store, before: Contents | None) -> Contents:
-    """Fingerprints of a run's stores; RecipeError where they are not those `before`."""
+def contents_of(store: Store, before: Contents | None, more: Sequence[str] = ()) -> Contents:
+    """Fingerprints of a run's stores; RecipeError where they are not those `before`. `more` columns are read
+    besides ids, captions, sizes and pictures.
+    """
     stores = parts_of(store)
     earlier = before if before is not None and len(before) == len(stores) else [{}] * len(stores)
-    return [_contents(one, known) for one, known in zip(stores, earlier, strict=True)]
+    return [_contents(one, known, more) for one, known in zip(stores, earlier, strict=True)]
 
 
-def _contents(store: Store, known: Mapping[str, str]) -> dict[str, str]:
-    found = {"files": _files(store)}
+def columns_read(data: DataSettings) -> tuple[str, ...]:
+    """Columns that decide what is learned and that no id speaks of, where a store has them."""
+    keys = ("key",) if data.repeats == "folders" else ()
+    mask = MASK if has_own_store(data) and data.mask in (None, "alpha") else data.mask
+    return (*keys, *((SET,) if data.sets else ()), *(() if mask is None else (mask,)))
+
+
+def _contents(store: Store, known: Mapping[str, str], more: Sequence[str]) -> dict[str, str]:
+    more = [name for name in more if name in store.columns()]
+    found = {"files": _files(store, (*_READ, "picture", *more))}
     if found["files"] == known.get("files"):
         return dict(known)
     if store.num_rows <= READ_ROWS:
         found |= {"rows": _rows(store), "pictures": _pictures(store)}
-    kept = all(found.get(name) == known.get(name) for name in ("rows", "pictures") if name in known)
-    if known and not ("rows" in found and "rows" in known and kept):
+        found |= {name: _column(store, name) for name in more}
+    others = [name for name in found if name != "files" and name in known and found[name] != known[name]]
+    if known and ("rows" not in found or "rows" not in known or others):
         other = "other pictures or captions" if "rows" in found and "rows" in known else "other files"
+        if others and others[0] in more:
+            other = f"other values of '{others[0]}'"
         raise RecipeError(
             "data.store",
             f"'{store.path}' has {other} at version {store.version} than the run was started with",
@@ -82,12 +101,18 @@ def _contents(store: Store, known: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _files(store: Store) -> str:
-    """Of the files that hold the rows' ids, and of which rows are deleted; added columns change nothing."""
-    wanted = store.dataset.lance_schema.field("id").id()
+def _files(store: Store, columns: Sequence[str]) -> str:
+    """Of the files that hold the rows' ids, and these columns where they lie in others; and of which rows are
+    deleted. Columns that are not read change nothing.
+    """
+    schema = store.dataset.lance_schema
+    wanted, read = schema.field("id").id(), {schema.field(name).id() for name in columns}
     digest = hashlib.sha256()
     for fragment in store.dataset.get_fragments():
-        held = [file.path for file in fragment.metadata.files if wanted in file.fields]
+        held: list[Any] = [file.path for file in fragment.metadata.files if wanted in file.fields]
+        for file in fragment.metadata.files:
+            if wanted not in file.fields and (inside := sorted(read & set(file.fields))):
+                held.append([file.path, inside])
         deleted = (fragment.deletion_file() or "").rpartition("/")[2]
         digest.update(json.dumps([held, deleted]).encode())
     return digest.hexdigest()[:_KEPT]
@@ -120,6 +145,18 @@ def _pictures(store: Store) -> str:
     for position in np.linspace(0, store.num_rows - 1, count).astype(np.int64).tolist():
         (picture,) = store.take([position], ["picture"])["picture"].to_pylist()
         digest.update(picture)
+    return digest.hexdigest()[:_KEPT]
+
+
+def _column(store: Store, name: str) -> str:
+    """Of a column's values in the rows' order: all of them, or of masks at most so many, spread evenly."""
+    digest = hashlib.sha256()
+    count = store.num_rows if name == "key" else min(store.num_rows, SAMPLED_MASKS)
+    positions = np.linspace(0, max(0, store.num_rows - 1), count).astype(np.int64)
+    for start in range(0, count, 1024):
+        for value in store.take(positions[start : start + 1024], [name])[name].to_pylist():
+            plain = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+            digest.update(b"-" if value is None else f"{len(plain)}:".encode() + plain)
     return digest.hexdigest()[:_KEPT]
 
 

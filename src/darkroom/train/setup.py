@@ -45,6 +45,7 @@ from darkroom.train.contents import (
     check_base,
     chosen_of,
     class_contents,
+    columns_read,
     contents_of,
     places_of,
 )
@@ -57,6 +58,7 @@ from darkroom.train.data.feed import (
     make_order,
     read_once,
     rows_an_epoch,
+    rows_of_one_size,
 )
 from darkroom.train.data.local_dataset import (
     class_store_path,
@@ -144,7 +146,7 @@ def make_job(
     data, train, optim, side = recipe.data, recipe.train, recipe.optim, recipe.data.resolution
     store = _opened_store(recipe.task, data, pinned, feed, say, ranks)
     train_rows, held_rows = select_rows(store, data)
-    contents = ranks.tell(lambda: contents_of(store, pinned.contents))
+    contents = ranks.tell(lambda: contents_of(store, pinned.contents, columns_read(data)))
     chosen = chosen_of((train_rows, held_rows), data, pinned.chosen)
     device = _device(train.device, ranks)
     set_kernels(train, device)
@@ -171,11 +173,11 @@ def make_job(
         halve_text(model, site.dtype)
     rest(_seldom_run(model, task), pinned.run)
     notes += _trained_share(recipe.task, task)
-    heldout = _heldout(task, store, held_rows, recipe.evaluate.rows, device)
+    heldout, held_notes = _heldout(task, data, store, held_rows, recipe.evaluate.rows, device)
     calibration = _calibration(task, store, train_rows, side, device)
     one_row = partial(_one_row, task, store, train_rows, device)
     step, size_notes = _sized_step(task, train, optim, recipe.parallel, one_row, site)
-    notes += size_notes
+    notes += [*held_notes, *size_notes]
     order = make_order(train, data, task, store, train_rows)
     foreign = feed is not None and not isinstance(feed, OpenFeed)
     fed = (train, data, task, stores, order, device, ranks)
@@ -522,15 +524,18 @@ def _train(*modules: nn.Module | None) -> None:
 
 
 def _heldout(
-    task: Task, store: Store, rows: Rows, count: int, device: torch.device
-) -> dict[str, Tensor] | None:
-    """The held-out rows' inputs, read once, with the mean latent instead of a drawn one."""
+    task: Task, data: DataSettings, store: Store, rows: Rows, count: int, device: torch.device
+) -> tuple[dict[str, Tensor] | None, list[str]]:
+    """The held-out rows' inputs, read once, with the mean latent instead of a drawn one; and what to note."""
     if not len(rows):
-        return None
-    columns = dict(read_once(store, rows, count, task.read))
+        return None, []
+    alike, notes = rows_of_one_size(data, task, store, rows), []
+    if len(alike) < len(rows):
+        notes.append(f"held-out loss: of {len(alike)} of {len(rows)} rows, the most frequent bucket's")
+    columns = dict(read_once(store, alike, count, task.read))
     if "posterior" in columns:
         columns["posterior"] = torch.zeros_like(columns["posterior"])
-    return task.inputs(columns, device)
+    return task.inputs(columns, device), notes
 
 
 def _calibration(

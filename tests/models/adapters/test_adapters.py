@@ -267,6 +267,66 @@ def test_doras_magnitudes_have_the_sides_of_their_weight_in_kohyas_keys(tiny: Mo
     assert all(torch.equal(merged[0][key], one[key]) for one in merged[1:] for key in merged[0])
 
 
+def by_layer(model: Model) -> Adapter:
+    """Layers of attention and text encoders with ranks of 2 to 4 and scales of 0.5 to 1.25."""
+    draw, layers = torch.Generator().manual_seed(3), {}
+    chosen = (n for n in adaptable(model) if n.endswith(("to_q", "to_out.0", "v_proj", "out_proj", "conv1")))
+    for i, path in enumerate(chosen):
+        shape, rank = adaptable(model)[path].weight.shape, 2 + i % 3
+        down = 0.3 * torch.randn(rank, *shape[1:], generator=draw)
+        up = 0.3 * torch.randn(shape[0], rank, *[1] * (len(shape) - 2), generator=draw)
+        layers[path] = Layer(down, up, 0.5 + 0.25 * (i % 4))
+    return Adapter("by layer", layers)
+
+
+def test_diffusers_takes_ranks_and_alphas_by_layer_of_both_of_sdxls_encoders(tmp_path: Path) -> None:
+    """transformers names the layers of one `encoder.`, of the other `text_model.encoder.`."""
+    from diffusers import StableDiffusionXLPipeline
+
+    words = models.train_tokenizer(["picture 0 1 2 3"] * 3, vocab_size=600)
+    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text |= {"projection_dim": 16, "vocab_size": len(words), "eos_token_id": len(words) - 1}
+    unet = {"block_out_channels": [8, 8, 8], "transformer_layers_per_block": [1, 1, 1], "sample_size": 8}
+    unet |= {"norm_num_groups": 4, "attention_head_dim": 4, "cross_attention_dim": 32, "layers_per_block": 1}
+    unet |= {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 16 + 6 * 8}
+    vae = {"block_out_channels": [8, 8, 8], "norm_num_groups": 4, "layers_per_block": 1, "sample_size": 32}
+    sizes = {"unet": unet, "vae": vae, "text_encoder": text, "text_encoder_2": text}
+    models.save(models.create("sdxl", seed=1, tokenizer=words, overrides=sizes), tmp_path / "model")
+    model, plain = models.load(tmp_path / "model"), models.load(tmp_path / "model")
+    file = write_adapter(by_layer(model), tmp_path / "a.safetensors", family="sdxl")
+    merge(model, read_adapter(file))
+    pipeline = StableDiffusionXLPipeline.from_pretrained(tmp_path / "model", local_files_only=True)
+    pipeline.load_lora_weights(str(file))
+    parts = ["unet", "text_encoder", "text_encoder_2"]
+    pipeline.fuse_lora(components=parts)
+    pipeline.unload_lora_weights()
+    for part in parts:
+        theirs, ours, before = (
+            dict(module.named_parameters())
+            for module in (getattr(pipeline, part), model.modules[part], plain.modules[part])
+        )
+        assert theirs.keys() == ours.keys()
+        assert max(float((theirs[n] - ours[n]).abs().max()) for n in ours) < 1e-6
+        assert max(float((theirs[n] - before[n]).abs().max()) for n in ours) > 0.1  # the control
+
+
+def test_alphas_that_diffusers_would_not_read_in_kohyas_keys_are_warned_of(
+    tiny: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    several = by_layer(tiny)
+    alike = {name: replace(one, scale=2 / one.rank) for name, one in several.layers.items()}
+    other = {n: replace(one, scale=4 / one.rank) for n, one in alike.items() if n.endswith("conv1")}
+    for i, (layers, warned) in enumerate(
+        ((several.layers, True), (alike, False), (alike | other, False))  # it does read those of convolutions
+    ):
+        caplog.clear()
+        write_adapter(Adapter("it", layers), tmp_path / f"{i}.safetensors", kohya=True)
+        assert ("diffusers takes one alpha" in caplog.text) == warned
+    caplog.clear()
+    write_adapter(several, tmp_path / "own.safetensors")
+    assert not caplog.text
+
+
 def test_published_counts_of_query_and_value_adapters(sd15: Model) -> None:
     """`to_q` and `to_v` of all 32 attentions: the trainable parameters that Google's report prints."""
     chosen = [layer for path, layer in adaptable(sd15).items() if path.endswith(("to_q", "to_v"))]

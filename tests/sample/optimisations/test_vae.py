@@ -111,6 +111,8 @@ def test_a_tiny_decoder_in_diffusers_layout(tiny, tmp_path):
     wanted = ((pixels / 2 + 0.5).clamp(0, 1) * 255).permute(1, 2, 0).numpy()
     assert abs(levels(made.image) - wanted).max() <= 1
     assert any("tiny_vae" in note for note in made.parameters["notes"])
+    assert made.parameters["optimise"] == ["tiny_vae:tiny"]  # pictures are passed on: no folders of ours
+    assert str(tmp_path) not in json.dumps(made.parameters)
     plain = sample.generate(eight, "a red circle", steps=3, optimise="none")[0]
     assert abs(levels(plain.image) - wanted).max() >= 10
 

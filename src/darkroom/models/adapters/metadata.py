@@ -292,12 +292,14 @@ def _lora_configs(adapter: Adapter) -> dict[str, Any]:
         ranks = {path: layer.rank for path, layer in layers.items()}
         alphas = {path: _plain(layer.alpha) for path, layer in layers.items()}
         rank, alpha = _most_common(list(ranks.values())), _most_common(list(alphas.values()))
+        # transformers calls layers `encoder.` in CLIPTextModel, `text_model.encoder.` with a projection
+        start = "^" if part == "unet" else ""
         configs |= {
             f"{part}.peft_type": "LORA",
             f"{part}.r": rank,
             f"{part}.lora_alpha": alpha,
-            f"{part}.rank_pattern": {f"^{path}": r for path, r in ranks.items() if r != rank},
-            f"{part}.alpha_pattern": {f"^{path}": a for path, a in alphas.items() if a != alpha},
+            f"{part}.rank_pattern": {f"{start}{path}": r for path, r in ranks.items() if r != rank},
+            f"{part}.alpha_pattern": {f"{start}{path}": a for path, a in alphas.items() if a != alpha},
             f"{part}.target_modules": sorted(layers),
             f"{part}.use_dora": adapter.kind == "dora",
         }

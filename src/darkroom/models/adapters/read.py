@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -445,6 +446,23 @@ def _not_in_diffusers(adapter: Adapter) -> Iterator[str]:
     text = [name for name in adapter.layers if name.startswith("text_encoder")]
     if text and not any("out_proj" in name for name in text):
         yield "diffusers passes kohya's keys of a text encoder by where no out_proj is among them"
+    if any(_has_unusual_alphas(adapter, part) for part in adapter.parts):
+        yield "diffusers takes one alpha for all layers of kohya's keys; for it write without --kohya"
+
+
+def _has_unusual_alphas(adapter: Adapter, part: str) -> bool:
+    """Whether layers have another alpha than most, of which diffusers' reader of kohya's keys takes no note:
+    of a U-Net those of attention."""
+    alphas = {
+        name: round(layer.alpha, 6)
+        for name, layer in adapter.layers.items()
+        if isinstance(layer, Layer) and name.startswith(f"{part}.")
+    }
+    usual = Counter(alphas.values()).most_common(1)
+    return any(
+        alpha != usual[0][0] and (part != "unet" or re.search(r"\.attn\d\.to_", name))
+        for name, alpha in alphas.items()
+    )
 
 
 def _diffusers_tensors(adapter: Adapter) -> Iterator[tuple[str, torch.Tensor]]:

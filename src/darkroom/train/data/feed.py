@@ -122,6 +122,16 @@ def _by_size(data: DataSettings, task: Task, store: Store, rows: Rows) -> Mappin
     return listed_buckets(store, allowed, rows.positions(np.arange(len(rows))))
 
 
+def rows_of_one_size(data: DataSettings, task: Task, store: Store, rows: Rows) -> Rows:
+    """Rows that are read together: all, or of stored latents in buckets those of the most frequent size."""
+    column = task.read.latents
+    if not data.buckets or column is None:
+        return rows
+    allowed = buckets(data.resolution, step=bucket_step(data, store, column))
+    by_size = listed_buckets(store, allowed, rows.positions(np.arange(len(rows))))
+    return Rows.of(max(by_size.values(), key=len))
+
+
 def inline_step(resolution: int, model: Model) -> int:
     """Bucket sides as the SDXL trainers have them; small models take what their levels allow."""
     return 64 if resolution >= 256 else size_unit(model)
