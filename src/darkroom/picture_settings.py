@@ -28,7 +28,7 @@ MAX_SEED = 2**63 - 1
 
 def steps_of_share(taken: int, strength: float) -> int:
     """The fewest steps of which a share takes so many."""
-    steps = min(max(1, math.floor(taken / strength)), MAX_STEPS)
+    steps = max(1, math.floor(min(min(taken, MAX_STEPS) / strength, MAX_STEPS)))
     while steps < MAX_STEPS and int(steps * strength) < taken:
         steps += 1
     return steps

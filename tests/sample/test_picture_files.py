@@ -86,7 +86,7 @@ def test_a1111_text_is_what_its_web_ui_writes(tmp_path: Path) -> None:
 )
 def test_a1111_would_draw_by_the_same_schedule(solver: str, more: dict[str, Any], written: str) -> None:
     """What A1111 reads without a schedule is Automatic to it: Karras or exponential of the DPM++ samplers."""
-    given = {**TOLD, "karras": False, "solver": solver, **more}
+    given = {**TOLD, "karras": False, "spacing": "linspace", "solver": solver, **more}
     text = a1111_text(given)
     assert written in text
     assert ("Schedule type" in text) == (solver != "ddim")
@@ -184,7 +184,7 @@ def test_a_second_pass_by_its_size_is_read(resize: str, scale: float, size: tupl
     """A1111 says one or the other."""
     line = "Steps: 20, Seed: 1, Size: 512x768, Denoising strength: 0.3, Hires upscaler: Lanczos"
     told = parse_a1111(f"a\n{line}, Hires resize: {resize}")
-    assert told["hires"] == {"scale": scale, "strength": 0.3, "steps": None, "upscaler": "lanczos"}
+    assert told["hires"] == {"scale": scale, "strength": 0.3, "steps": 67, "upscaler": "lanczos"}
     assert (told["first_size"], (told["width"], told["height"])) == ("512x768", size)
     assert {"strength", "Hires resize"}.isdisjoint(told)
     plain = parse_a1111(f"a\n{line}, Hires resize: 0x0")

@@ -191,7 +191,7 @@ class Controls:
     controls: list[Control] = field(default_factory=list)
     nets: list[ControlNet | ImagePrompt] = field(default_factory=list)
     images: list[Image.Image] = field(default_factory=list)
-    """The maps, as the nets read them before resizing."""
+    """What maps are made of at the size that is drawn, or maps that a user's own function made."""
     masks: list[Image.Image | None] = field(default_factory=list)
     _rows: dict[tuple[int, int], tuple[RowControl, ...]] = field(default_factory=dict)
 
@@ -218,11 +218,11 @@ class Controls:
         for one, net in zip(controls, found, strict=True):
             if one.mask is not None and not isinstance(net, ImagePrompt):
                 raise InputError(f"a mask for {net.kind} '{net.name}'", allowed="masks of IP-Adapters")
-        maps = [
-            (MAPS[one.map] if isinstance(one.map, str) else one.map)(image)
-            for one, image in zip(controls, images, strict=True)
+        images = [
+            image if _made_at_size(one, net) else _map_of(one)(image)
+            for one, net, image in zip(controls, found, images, strict=True)
         ]
-        return cls(list(controls), found, maps, masks)
+        return cls(list(controls), found, images, masks)
 
     @property
     def image_prompts(self) -> list[ImagePrompt]:
@@ -259,7 +259,7 @@ class Controls:
             self._rows[size] = tuple(
                 RowControl(
                     net,
-                    self._encoded(net, image, size, latent_shape),
+                    self._encoded(one, net, image, size, latent_shape),
                     one.weight,
                     one.start,
                     one.end,
@@ -274,6 +274,7 @@ class Controls:
 
     def _encoded(
         self,
+        one: Control,
         net: ControlNet | ImagePrompt,
         image: Image.Image,
         size: tuple[int, int],
@@ -286,6 +287,8 @@ class Controls:
                 f"size {size[0]}x{size[1]} with {net.kind} '{net.name}'",
                 allowed=f"sides that are multiples of {net.size_unit}",
             )
+        if _made_at_size(one, net):
+            image = _map_of(one)(image.convert("RGB").resize(size, Image.Resampling.LANCZOS))
         encoded = net.encode(_to_map(image, size, net.picture_channels))
         if net.kind == "controlnet" and encoded[0].shape[2:] != latent_shape[1:]:
             height, width = encoded[0].shape[2:]
@@ -311,6 +314,16 @@ class Controls:
             }
             for one, net in zip(self.controls, self.nets, strict=True)
         ]
+
+
+def _map_of(control: Control) -> Callable[[Image.Image], Image.Image]:
+    return MAPS[control.map] if isinstance(control.map, str) else control.map
+
+
+def _made_at_size(control: Control, net: ControlNet | ImagePrompt) -> bool:
+    """Whether a map is made once the picture has the size that is drawn: lines, squares and radii are of that
+    many pixels, and made of a large photograph they would vanish with its resizing."""
+    return isinstance(control.map, str) and not isinstance(net, ImagePrompt)
 
 
 def check_backend(backend: Backend) -> None:

@@ -466,8 +466,9 @@ def _with_hires(parameters: dict[str, Any]) -> dict[str, Any]:
     upscalers = {name: ours for ours, name in A1111_UPSCALERS.items()}
     steps, strength = texts["steps"] or "0", parameters.pop("strength", None)
     taken = int(steps) if re.fullmatch(r"\d{1,6}", steps, re.ASCII) else 0
-    taken = taken or int(parameters.get("steps", 0))  # 0: as many as the first pass
     share = strength if isinstance(strength, float) and 0 < strength <= 1 else None
+    if share and not taken:  # as many as the first pass
+        taken = int(parameters.get("steps", 0))
     hires = {
         "scale": scale,
         "strength": strength,

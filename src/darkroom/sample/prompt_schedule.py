@@ -2,8 +2,8 @@
 and those composed of several (`a AND b :0.5`, Liu et al. 2022), each of which may change by itself.
 
 `when` is a share of the steps where it has a point, else a number of steps; in a second pass shares count on
-from 1, and numbers from the steps of the first. A1111 counts steps from 0 and keeps a text up to and including
-its last step; so does this. Of a solver that calls the U-Net twice a step, each call counts, as there.
+from 1, and numbers from the steps of the first. A1111 counts steps from 0 and keeps a text up to and
+including its last step; so does this. Of a solver that calls the U-Net twice a step each call counts.
 """
 
 from __future__ import annotations

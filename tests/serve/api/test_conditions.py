@@ -140,7 +140,7 @@ def test_networks_make_pictures_larger_by_name(http, small, tmp_path):
             small,
             "a horse",
             weighting="a1111",
-            hires=Hires(scale=1.5, strength=0.5, upscaler=name),
+            hires=Hires(scale=1.5, strength=0.5, steps=8, upscaler=name),
             hires_network=given,
             **ALONE,
         )[0].image
