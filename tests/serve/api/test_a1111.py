@@ -8,6 +8,7 @@ import json
 import math
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from darkroom import sample
+from darkroom.serve.api.a1111 import Txt2Img
+from darkroom.serve.settings import ServeSettings
+from darkroom.serve.status import model_card
 from serve.api.conftest import base64_of, change, opened
 from serve.conftest import difference
 
@@ -81,6 +85,13 @@ def test_img2img_redoes_what_is_white(http):
         made = opened(told["images"][0])
         assert change(made.crop(same), start.crop(same)) < 3
         assert change(made.crop(redone), start.crop(redone)) > 10
+
+
+def test_clip_skip_is_of_one_text_encoder(small):
+    """A1111 reads SDXL's penultimate layer whatever is set, which is what its users mean by 2."""
+    card = model_card(small, ServeSettings(model="a"), 4096)
+    asked = Txt2Img(override_settings={"CLIP_stop_at_last_layers": 2})
+    assert (asked._clip_skip(card), asked._clip_skip(replace(card, family="sdxl"))) == (1, 0)
 
 
 def test_a_mask_is_a1111s_opaque_is_redone_and_its_edge_is_soft(http):
