@@ -353,6 +353,9 @@ def test_what_cannot_be_is_refused_in_one_line(tiny: Model, small_xl: Model, tmp
         ("net=a.png:much", "NET=PICTURE"),
         ("net=a.png,start=x", "start=x"),
         ("net=a.png,map=depth", "control map 'depth'"),
+        ("net=a.png,map=canny:1:2:3", "canny:LOW:HIGH"),
+        ("net=a.png,map=blur:nan", "blur:SIGMA"),
+        ("net=a.png,map=invert:3", "control map 'invert:3'"),
         ("net=a.png:99", "control weight"),
         ("net=a.png,start=0.6,end=0.2", "0 <= start < end"),
         ("net=a.png,often", "often"),
@@ -370,11 +373,15 @@ def test_a_control_on_the_command_line() -> None:
 
 
 def test_canny_finds_the_edges(tiny: Model, tmp_path: Path) -> None:
-    from darkroom.sample.control import MAPS
+    from darkroom.sample.control import MAPS, find_map
 
     half = Image.new("RGB", (32, 32))
     half.paste((255, 255, 255), (16, 0, 32, 32))
     columns = np.asarray(MAPS["canny"](half)).any(axis=(0, 2)).nonzero()[0]
+    assert Control.parsed("net=a.png,map=canny:64:128").map == "canny:64:128"
+    faint = Image.eval(half, lambda value: value // 12)
+    assert not np.asarray(find_map("canny")(faint)).any()
+    assert np.array_equal(np.asarray(find_map("canny:20:40")(faint)), np.asarray(find_map("canny")(half)))
     assert set(columns) <= {15, 16}
     assert len(columns) == 1
 
