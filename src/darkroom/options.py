@@ -84,6 +84,13 @@ SAMPLERS: dict[str, tuple[str, bool | None]] = {
 """A1111's samplers: the solver of each, and whether its sigmas are Karras'; None leaves that to the model."""
 A1111_NAMES = {solver: row.a1111[0] for solver, row in SOLVERS.items()}
 """A1111's name of each solver."""
+A1111_AUTOMATIC = {
+    "dpmpp_2m": "karras",
+    "dpmpp_sde": "karras",
+    "dpmpp_2m_sde": "exponential",
+    "dpmpp_3m_sde": "exponential",
+}
+"""How A1111 spaces a sampler's sigmas where the schedule is Automatic; of others as their timesteps are."""
 _KNOWN: dict[str, tuple[str, bool | None]] = {
     **{name.lower(): found for name, found in SAMPLERS.items()},
     **{name: (name, None) for name in (*SOLVER_NAMES, *FLOW_SOLVER_NAMES)},

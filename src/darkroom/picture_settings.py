@@ -5,6 +5,7 @@ The command line's options are generated from it, so nothing heavy is imported h
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -23,6 +24,14 @@ PLAIN_UPSCALERS = ("latent", "lanczos")
 LCM_STEPS, LCM_GUIDANCE = 4, 1.0
 DEFAULT_STRENGTH, HIRES_STRENGTH = 0.75, 0.7
 MAX_SEED = 2**63 - 1
+
+
+def steps_of_share(taken: int, strength: float) -> int:
+    """The fewest steps of which a share takes so many."""
+    steps = max(1, math.floor(min(min(taken, MAX_STEPS) / strength, MAX_STEPS)))
+    while steps < MAX_STEPS and int(steps * strength) < taken:
+        steps += 1
+    return steps
 
 
 class Hires(BaseModel):

@@ -305,6 +305,24 @@ def test_a_map_is_made_of_the_picture(tiny: Model, tmp_path: Path) -> None:
     assert apart(by_name, drawn(tiny, controls=[Control(folder, picture())])) >= 4
 
 
+@pytest.mark.parametrize("kind", ["canny", "colour", "blur", "scribble"])
+def test_a_map_is_of_the_size_drawn_however_large_the_picture(tiny: Model, tmp_path: Path, kind: str) -> None:
+    """A line of one pixel in a map of a photograph 16 times as large would be a sixteenth of one."""
+    from darkroom.sample.control import MAPS
+
+    large = picture().resize((16 * SIZE[0], 16 * SIZE[1]), Image.Resampling.BICUBIC)
+    resized = large.resize(SIZE, Image.Resampling.LANCZOS)
+    net = models.read_control(saved(net_of(tiny), tmp_path / "net"), tiny)
+    shown = []
+    encode = net.encode
+    net.encode = lambda map_1CHW: shown.append(map_1CHW) or encode(map_1CHW)  # type: ignore[method-assign]
+    drawn(tiny, controls=[Control(net, large, map=kind)])
+    expected = np.asarray(MAPS[kind](resized), np.float32) / 255
+    assert np.abs(shown[0][0].permute(1, 2, 0).numpy() - expected).max() < 1e-6
+    vanished = MAPS[kind](large).convert("RGB").resize(SIZE, Image.Resampling.LANCZOS)
+    assert np.abs(np.asarray(vanished, np.float32) / 255 - expected).max() > 0.05
+
+
 def test_what_cannot_be_is_refused_in_one_line(tiny: Model, small_xl: Model, tmp_path: Path) -> None:
     folder = saved(net_of(tiny), tmp_path / "net")
 
@@ -335,6 +353,9 @@ def test_what_cannot_be_is_refused_in_one_line(tiny: Model, small_xl: Model, tmp
         ("net=a.png:much", "NET=PICTURE"),
         ("net=a.png,start=x", "start=x"),
         ("net=a.png,map=depth", "control map 'depth'"),
+        ("net=a.png,map=canny:1:2:3", "canny:LOW:HIGH"),
+        ("net=a.png,map=blur:nan", "blur:SIGMA"),
+        ("net=a.png,map=invert:3", "control map 'invert:3'"),
         ("net=a.png:99", "control weight"),
         ("net=a.png,start=0.6,end=0.2", "0 <= start < end"),
         ("net=a.png,often", "often"),
@@ -352,11 +373,15 @@ def test_a_control_on_the_command_line() -> None:
 
 
 def test_canny_finds_the_edges(tiny: Model, tmp_path: Path) -> None:
-    from darkroom.sample.control import MAPS
+    from darkroom.sample.control import MAPS, find_map
 
     half = Image.new("RGB", (32, 32))
     half.paste((255, 255, 255), (16, 0, 32, 32))
     columns = np.asarray(MAPS["canny"](half)).any(axis=(0, 2)).nonzero()[0]
+    assert Control.parsed("net=a.png,map=canny:64:128").map == "canny:64:128"
+    faint = Image.eval(half, lambda value: value // 12)
+    assert not np.asarray(find_map("canny")(faint)).any()
+    assert np.array_equal(np.asarray(find_map("canny:20:40")(faint)), np.asarray(find_map("canny")(half)))
     assert set(columns) <= {15, 16}
     assert len(columns) == 1
 

@@ -70,7 +70,7 @@ def test_a1111_text_is_what_its_web_ui_writes(tmp_path: Path) -> None:
         "a red circle, very round\n"
         "Negative prompt: blurry: yes\n"
         "Steps: 20, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 7.5, Seed: 12, Size: 16x8, "
-        'Model: "my, model", Version: darkroom 0.1.0'
+        'Model: "my, model", RNG: CPU, Version: darkroom 0.1.0'
     )
 
 
@@ -89,6 +89,60 @@ def test_a_jpeg_takes_what_of_long_prompts_it_can_hold(
     assert len(told["prompt"]) > 5_000
     [path] = save_pictures([long], tmp_path, kind="webp")
     assert read_parameters(path) == long.parameters
+
+
+@pytest.mark.parametrize(
+    ("solver", "more", "written"),
+    [
+        ("dpmpp_2m", {}, "Schedule type: Uniform"),
+        ("dpmpp_2m", {"spacing": "trailing"}, "Schedule type: SGM Uniform"),
+        ("dpmpp_2m_sde", {"exponential": True}, "Schedule type: Exponential"),
+        ("euler", {}, "Schedule type: Uniform"),
+        ("ddim", {"eta": 0.5}, "Eta DDIM: 0.5"),
+    ],
+)
+def test_a1111_would_draw_by_the_same_schedule(solver: str, more: dict[str, Any], written: str) -> None:
+    """What A1111 reads without a schedule is Automatic to it: Karras or exponential of the DPM++ samplers."""
+    given = {**TOLD, "karras": False, "spacing": "linspace", "solver": solver, **more}
+    text = a1111_text(given)
+    assert written in text
+    assert ("Schedule type" in text) == (solver != "ddim")
+    back = parse_a1111(text)
+    for key in ("solver", "karras", "exponential", "eta"):
+        assert (back.get(key) or None) == (given.get(key) or None), key
+
+
+@pytest.mark.parametrize(
+    ("sampler", "schedule", "read"),
+    [
+        ("DPM++ 2M", "Automatic", {"karras": True}),
+        ("DPM++ SDE", "Automatic", {"karras": True}),
+        ("DPM++ 2M SDE", "Automatic", {"karras": False, "exponential": True}),
+        ("DPM++ 3M SDE", "Automatic", {"karras": False, "exponential": True}),
+        ("Euler a", "Automatic", {"karras": False}),
+        ("DPM++ 2M", "Uniform", {"karras": False, "spacing": "linspace"}),
+        ("Euler", "SGM Uniform", {"karras": False, "spacing": "trailing"}),
+    ],
+)
+def test_a1111s_schedules_are_read_as_it_draws(sampler: str, schedule: str, read: dict[str, Any]) -> None:
+    back = parse_a1111(f"a\nSteps: 20, Sampler: {sampler}, Schedule type: {schedule}, Seed: 1, Size: 8x8")
+    keys = ("karras", "exponential", "spacing")
+    assert {key: back[key] for key in keys if key in back} == read
+
+
+@pytest.mark.parametrize(
+    ("pairs", "taken"),
+    [("Hires steps: 10, ", 10), ("", 20), ("Hires steps: 0, ", 20), ("Hires steps: 7, ", 7)],
+)
+@pytest.mark.parametrize("strength", [0.29, 0.3, 0.5, 0.7, 1.0])
+def test_a1111s_second_pass_takes_all_its_steps(pairs: str, taken: int, strength: float) -> None:
+    """A1111 takes so many steps of `steps / strength`; 0 is as many as the first pass."""
+    back = parse_a1111(
+        f"a\nSteps: 20, Seed: 1, Size: 64x64, Denoising strength: {strength}, {pairs}Hires upscale: 2"
+    )
+    assert int(back["hires"]["steps"] * strength) == taken
+    again = {"prompt": "a", "steps": 20, "seed": 1, "guidance": 1, "solver": "euler", "hires": back["hires"]}
+    assert f"Hires steps: {taken}," in a1111_text({**again, "width": 64, "height": 64})
 
 
 def test_a1111_pictures_of_others_are_read(tmp_path: Path) -> None:
@@ -147,7 +201,7 @@ def test_a_second_pass_by_its_size_is_read(resize: str, scale: float, size: tupl
     """A1111 says one or the other."""
     line = "Steps: 20, Seed: 1, Size: 512x768, Denoising strength: 0.3, Hires upscaler: Lanczos"
     told = parse_a1111(f"a\n{line}, Hires resize: {resize}")
-    assert told["hires"] == {"scale": scale, "strength": 0.3, "steps": None, "upscaler": "lanczos"}
+    assert told["hires"] == {"scale": scale, "strength": 0.3, "steps": 67, "upscaler": "lanczos"}
     assert (told["first_size"], (told["width"], told["height"])) == ("512x768", size)
     assert {"strength", "Hires resize"}.isdisjoint(told)
     plain = parse_a1111(f"a\n{line}, Hires resize: 0x0")

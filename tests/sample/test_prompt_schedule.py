@@ -46,8 +46,20 @@ def test_texts_and_their_last_steps_are_a1111s(prompt: str, texts: list[tuple[in
 
 
 def test_a_second_pass_counts_on() -> None:
-    assert schedule("[a:b:0.5] [c:d:1.5]", 10, second_pass=True) == [(5, "b c"), (10, "b d")]
-    assert schedule("[a:b:12]", 10, second_pass=True) == [(2, "a"), (10, "b")]
+    assert schedule("[a:b:0.5] [c:d:1.5]", 10, first_steps=10) == [(5, "b c"), (10, "b d")]
+    assert schedule("[a:b:12]", 10, first_steps=10) == [(2, "a"), (10, "b")]
+    assert schedule("[a:b:25]", 10, first_steps=20) == [(5, "a"), (10, "b")]
+    assert schedule("[a:b:25]", 10, first_steps=30) == [(10, "b")]
+
+
+@pytest.mark.parametrize(("solver", "calls"), [("ddim", 1), ("heun", 2), ("dpmpp_sde", 2)])
+def test_half_the_steps_are_half_the_calls(tiny: Model, solver: str, calls: int) -> None:
+    """A1111 counts the calls of samplers that call twice a step; a second pass has the steps it takes."""
+    settings = {"size": (32, 32), "steps": 8, "weighting": "a1111", "solver": solver}
+    wanted = GenerateSettings.of(**settings, hires={"scale": 1.5, "strength": 0.5, "steps": 12})
+    made = Generation(tiny, ["[a:b:0.5] [c:d:1.5] [e:f:3]"], wanted, notice=lambda _: None)
+    ends = {second: [one.until for one in made._stages[0, second]] for second in (False, True)}
+    assert ends == {False: [3, 4 * calls, 8 * calls], True: [3 * calls, 6 * calls]}
 
 
 def test_hostile_brackets_take_no_time() -> None:

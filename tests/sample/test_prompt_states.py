@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -224,6 +225,30 @@ def test_a_full_part_breaks_behind_its_last_comma_in_a1111(tiny: Model) -> None:
     assert [len(part.ids) for part in read_prompt(tokenizer, prompt)] == [75, 10]
     far = " ".join(["a"] * 40) + " , " + " ".join(["a"] * 44)
     assert [len(part.ids) for part in read_prompt(tokenizer, far, weighting="a1111")] == [75, 10]
+
+
+def test_nothing_behind_the_last_break_is_no_part(tiny: Model) -> None:
+    """A1111 keeps an empty part in the middle, and none at the end."""
+    tokenizer = tiny.tokenizers[0]
+    for prompt, parts in (
+        ("a BREAK", [1]),
+        ("a BREAK ", [1]),
+        ("BREAK a", [0, 1]),
+        ("a BREAK BREAK b", [1, 0, 1]),
+    ):
+        assert [len(part.ids) for part in read_prompt(tokenizer, prompt, weighting="a1111")] == parts
+    assert [len(part.ids) for part in read_prompt(tokenizer, "", weighting="a1111")] == [0]
+
+
+def test_a_word_of_several_vectors_is_not_torn_between_parts(tiny: Model) -> None:
+    """As A1111: it begins the next part where it does not fit in this one."""
+    tokenizer = copy.deepcopy(tiny.tokenizers[0])
+    tokenizer.add_tokens(["<sks>", *(f"<sks>_{i}" for i in range(1, 8))])
+    for before, parts in ((67, [75, 1]), (68, [68, 9]), (74, [74, 9]), (75, [75, 9])):
+        prompt = " ".join(["a"] * before) + " <sks> a"
+        for weighting in ("a1111", "none"):
+            read = read_prompt(tokenizer, prompt, weighting=weighting)
+            assert [len(part.ids) for part in read] == parts
 
 
 def test_clip_skip_takes_an_earlier_layer_and_norms_it(tiny: Model, small_xl: Model) -> None:

@@ -431,6 +431,14 @@ def test_another_class_that_is_silent_about_clipping_does_not_clip() -> None:
     assert error(ours("ddim", silent, 10), theirs("ddim", clipped, 10)) > 100
 
 
+def test_a_solver_that_ignores_zero_terminal_snr_says_so() -> None:
+    zero = {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction"}
+    for solver in ("heun", "lms", "dpmpp_sde", "pndm", "euler", "dpmpp_2m"):
+        notes = make_table(solver, configured("ddim", **zero), 4).notes
+        assert any("zero terminal SNR" in note for note in notes) == (solver not in ("euler", "dpmpp_2m"))
+        assert not any("zero terminal SNR" in one for one in make_table(solver, configured("ddim"), 4).notes)
+
+
 @pytest.mark.parametrize(
     ("solver", "settings", "options", "said"),
     [

@@ -130,12 +130,25 @@ def spelled(tokenizer: CLIPTokenizer, texts: Sequence[str]) -> list[str]:
 
     As diffusers' pipelines do with words of textual inversion.
     """
-    known = tokenizer.added_tokens_encoder
-    for word in [word for word in known if f"{word}_1" in known]:
-        count = next(i for i in range(1, len(known) + 1) if f"{word}_{i}" not in known)
+    for word, count in _long_words(tokenizer).items():
         whole = " ".join([word, *(f"{word}_{i}" for i in range(1, count))]).replace("\\", r"\\")
         texts = [re.sub(re.escape(word) + r"(?!_\d)", whole, text) for text in texts]
     return list(texts)
+
+
+def vectors_of_words(tokenizer: CLIPTokenizer) -> dict[int, int]:
+    """How many vectors a learned word of several has, by the id of its first."""
+    known = tokenizer.added_tokens_encoder
+    return {known[word]: count for word, count in _long_words(tokenizer).items()}
+
+
+def _long_words(tokenizer: CLIPTokenizer) -> dict[str, int]:
+    known = tokenizer.added_tokens_encoder
+    return {
+        word: next(i for i in range(1, len(known) + 1) if f"{word}_{i}" not in known)
+        for word in known
+        if f"{word}_1" in known
+    }
 
 
 def with_padding(tokenizer: CLIPTokenizer, pad_token: str) -> CLIPTokenizer:

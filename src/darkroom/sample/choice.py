@@ -141,6 +141,8 @@ def make_table(
     if settings.get("solver_order") == 3 and solver == "dpmpp_2m_sde":
         settings["solver_order"] = 2
         notes += ("the third order of DPM-Solver++ SDE is replaced by the second",)
+    if config.get("rescale_betas_zero_snr") and "rescale_betas_zero_snr" not in known.knows:
+        notes += (f"solver {solver} leaves out the model's zero terminal SNR, as diffusers' class does",)
     clip = _clip(known, settings, is_own)
     if clip is not None:
         notes += (f"the model's scheduler clips x0 to +-{clip:g}, which is meant for pixels",)

@@ -9,6 +9,7 @@ Shapes: B rows, C H W latents, h w pixels, D channels.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,20 +37,24 @@ BLUR_RADIUS, COLOUR_TILE = 4, 64
 SCRIBBLE_THRESHOLD = 32
 
 
-def _canny(image: Image.Image) -> Image.Image:
+def _canny(image: Image.Image, low: float = CANNY_LOW, high: float = CANNY_HIGH) -> Image.Image:
     try:
         import cv2
     except ModuleNotFoundError as error:
         raise MissingExtra("opencv-python-headless", "control") from error
-    edges = cv2.Canny(np.asarray(image.convert("L")), CANNY_LOW, CANNY_HIGH)
+    edges = cv2.Canny(np.asarray(image.convert("L")), low, high)
     return Image.fromarray(np.asarray(edges, np.uint8)).convert("RGB")
 
 
-def _scribble(image: Image.Image) -> Image.Image:
+def _blur(image: Image.Image, sigma: float = BLUR_RADIUS) -> Image.Image:
+    return image.convert("RGB").filter(ImageFilter.GaussianBlur(sigma))
+
+
+def _scribble(image: Image.Image, threshold: float = SCRIBBLE_THRESHOLD) -> Image.Image:
     """Lines as a felt pen draws them: differences of two Gaussians, A1111's 'scribble_xdog'."""
     values_CHW = torch.from_numpy(np.array(image.convert("RGB"), np.float32)).permute(2, 0, 1)
     fine, coarse = (_blurred(values_CHW, sigma) for sigma in (0.5, 5.0))
-    lines = 2 * (coarse - fine).amin(dim=0) > SCRIBBLE_THRESHOLD
+    lines = 2 * (coarse - fine).amin(dim=0) > threshold
     return Image.fromarray(lines.numpy().astype(np.uint8) * 255).convert("RGB")
 
 
@@ -75,15 +80,32 @@ def _colour(image: Image.Image) -> Image.Image:
     )
 
 
-MAPS: dict[str, Callable[[Image.Image], Image.Image]] = {
+MAPS: dict[str, Callable[..., Image.Image]] = {
     "none": lambda image: image,
     "canny": _canny,
-    "blur": lambda image: image.convert("RGB").filter(ImageFilter.GaussianBlur(BLUR_RADIUS)),
+    "blur": _blur,
     "invert": lambda image: Image.eval(image.convert("RGB"), lambda value: 255 - value),
     "scribble": _scribble,
     "colour": _colour,
 }
 """What makes the map that a net reads of a picture; `none`: it is the map (depth, pose, tile)."""
+
+
+MAP_NUMBERS = {"canny": ("low", "high"), "blur": ("sigma",), "scribble": ("threshold",)}
+"""Numbers that may follow a map's name: `canny:LOW:HIGH`, `blur:SIGMA`, `scribble:THRESHOLD`."""
+
+
+def find_map(text: str) -> Callable[[Image.Image], Image.Image]:
+    """A map by its name, with its numbers. InputError for what is not known."""
+    name, *given = text.split(":")
+    numbers = [float(one) for one in given if re.fullmatch(r"\d{1,4}(\.\d{1,6})?", one, re.ASCII)]
+    names = MAP_NUMBERS.get(name, ())
+    if name not in MAPS or len(numbers) < len(given) or len(given) > len(names):
+        allowed = ", ".join(MAPS)
+        raise InputError(
+            f"control map '{text}'", allowed=f"{allowed}; canny:LOW:HIGH, blur:SIGMA, scribble:THRESHOLD"
+        )
+    return partial(MAPS[name], **dict(zip(names, numbers, strict=False)))
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,7 +124,7 @@ class Control:
     guess: bool = False
     """Guess mode: only the prompted half of a guided row, and deep residuals count more than shallow ones."""
     map: str | Callable[[Image.Image], Image.Image] = "none"
-    """One of `MAPS`, or a function of one's own from picture to map."""
+    """One of `MAPS`, with its numbers (`canny:64:128`), or a function of one's own from picture to map."""
     mask: Image.Image | str | Path | None = None
     """Of an IP-Adapter: white where it is at work."""
     image_encoder: str | Path | None = None
@@ -113,8 +135,8 @@ class Control:
             raise InputError(f"control weight {self.weight}", allowed=f"-{MAX_WEIGHT:g} to {MAX_WEIGHT:g}")
         if not 0 <= self.start < self.end <= 1:
             raise InputError(f"control from {self.start:g} to {self.end:g}", allowed="0 <= start < end <= 1")
-        if isinstance(self.map, str) and self.map not in MAPS:
-            raise InputError(f"control map '{self.map}'", allowed=", ".join(MAPS))
+        if isinstance(self.map, str):
+            find_map(self.map)
 
     @property
     def name(self) -> str:
@@ -191,7 +213,7 @@ class Controls:
     controls: list[Control] = field(default_factory=list)
     nets: list[ControlNet | ImagePrompt] = field(default_factory=list)
     images: list[Image.Image] = field(default_factory=list)
-    """The maps, as the nets read them before resizing."""
+    """What maps are made of at the size that is drawn, or maps that a user's own function made."""
     masks: list[Image.Image | None] = field(default_factory=list)
     _rows: dict[tuple[int, int], tuple[RowControl, ...]] = field(default_factory=dict)
 
@@ -218,11 +240,11 @@ class Controls:
         for one, net in zip(controls, found, strict=True):
             if one.mask is not None and not isinstance(net, ImagePrompt):
                 raise InputError(f"a mask for {net.kind} '{net.name}'", allowed="masks of IP-Adapters")
-        maps = [
-            (MAPS[one.map] if isinstance(one.map, str) else one.map)(image)
-            for one, image in zip(controls, images, strict=True)
+        images = [
+            image if _made_at_size(one, net) else _map_of(one)(image)
+            for one, net, image in zip(controls, found, images, strict=True)
         ]
-        return cls(list(controls), found, maps, masks)
+        return cls(list(controls), found, images, masks)
 
     @property
     def image_prompts(self) -> list[ImagePrompt]:
@@ -259,7 +281,7 @@ class Controls:
             self._rows[size] = tuple(
                 RowControl(
                     net,
-                    self._encoded(net, image, size, latent_shape),
+                    self._encoded(one, net, image, size, latent_shape),
                     one.weight,
                     one.start,
                     one.end,
@@ -274,6 +296,7 @@ class Controls:
 
     def _encoded(
         self,
+        one: Control,
         net: ControlNet | ImagePrompt,
         image: Image.Image,
         size: tuple[int, int],
@@ -286,6 +309,8 @@ class Controls:
                 f"size {size[0]}x{size[1]} with {net.kind} '{net.name}'",
                 allowed=f"sides that are multiples of {net.size_unit}",
             )
+        if _made_at_size(one, net):
+            image = _map_of(one)(image.convert("RGB").resize(size, Image.Resampling.LANCZOS))
         encoded = net.encode(_to_map(image, size, net.picture_channels))
         if net.kind == "controlnet" and encoded[0].shape[2:] != latent_shape[1:]:
             height, width = encoded[0].shape[2:]
@@ -311,6 +336,16 @@ class Controls:
             }
             for one, net in zip(self.controls, self.nets, strict=True)
         ]
+
+
+def _map_of(control: Control) -> Callable[[Image.Image], Image.Image]:
+    return find_map(control.map) if isinstance(control.map, str) else control.map
+
+
+def _made_at_size(control: Control, net: ControlNet | ImagePrompt) -> bool:
+    """Whether a map is made once the picture has the size that is drawn: lines, squares and radii are of that
+    many pixels, and made of a large photograph they would vanish with its resizing."""
+    return isinstance(control.map, str) and not isinstance(net, ImagePrompt)
 
 
 def check_backend(backend: Backend) -> None:

@@ -27,7 +27,8 @@ from darkroom.errors import DarkroomError, InputError, Stopped, is_system_failur
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.models.latents import LatentScaling
-from darkroom.options import A1111_NAMES, find_solver
+from darkroom.options import A1111_AUTOMATIC, A1111_NAMES, SOLVERS, find_solver
+from darkroom.picture_settings import steps_of_share
 
 JSON_KEY, A1111_KEY = "darkroom", "parameters"
 # The decoder's widest activations take about 1.2 GB a megapixel in float32.
@@ -326,6 +327,8 @@ def make_grid(images: Sequence[Image.Image], columns: int | None = None) -> Imag
 
 
 SIGMAS = ("karras", "exponential")
+SPACING_OF = {"Uniform": "linspace", "SGM Uniform": "trailing"}
+"""Of A1111's schedules, in diffusers' words."""
 
 
 def a1111_text(parameters: dict[str, Any]) -> str:
@@ -336,19 +339,30 @@ def a1111_text(parameters: dict[str, Any]) -> str:
     pairs = {
         "Steps": parameters["steps"],
         "Sampler": A1111_NAMES.get(parameters["solver"], parameters["solver"]),
-        "Schedule type": next((name.capitalize() for name in SIGMAS if parameters.get(name)), None),
+        "Schedule type": _schedule_type(parameters),
         "CFG scale": parameters["guidance"],
         "Seed": parameters["seed"],
         "Size": parameters.get("first_size") or f"{parameters['width']}x{parameters['height']}",
         "Model hash": str(parameters.get("model_sha256", ""))[:10] or None,
         "Model": parameters.get("model"),
-        "Eta": parameters.get("eta") or None,
+        "Eta DDIM": parameters.get("eta") or None,
         **_further_pairs(parameters),
         "CFG Rescale": parameters.get("guidance_rescale") or None,
+        "RNG": "CPU",  # where the noise is drawn; A1111 draws on the card unless told
         "Version": f"darkroom {parameters['version']}" if "version" in parameters else None,
     }
     lines.append(", ".join(f"{key}: {_quoted(value)}" for key, value in pairs.items() if value is not None))
     return "\n".join(lines)
+
+
+def _schedule_type(parameters: dict[str, Any]) -> str | None:
+    """A1111's name of how sigmas are spaced. It takes silence for Automatic, which is Karras of some."""
+    if found := next((name.capitalize() for name in SIGMAS if parameters.get(name)), None):
+        return found
+    known = SOLVERS.get(parameters["solver"])
+    if known is None or not known.takes_karras or parameters["solver"] == "unipc":
+        return None
+    return "SGM Uniform" if parameters.get("spacing") == "trailing" else "Uniform"
 
 
 def _further_pairs(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -359,9 +373,14 @@ def _further_pairs(parameters: dict[str, Any]) -> dict[str, Any]:
         "Denoising strength": parameters.get("strength", hires.get("strength")),
         "Clip skip": skip + 1 if skip else None,  # A1111 counts the last layer as 1
         "Hires upscale": hires.get("scale"),
-        "Hires steps": hires.get("steps"),
+        "Hires steps": _steps_taken(hires, parameters["steps"]),
         "Hires upscaler": A1111_UPSCALERS.get(hires.get("upscaler", ""), hires.get("upscaler")),
     }
+
+
+def _steps_taken(hires: dict[str, Any], first: int) -> int | None:
+    """A1111 tells the steps that its second pass takes, here they are those of which it is a share."""
+    return max(1, int((hires.get("steps") or first) * hires["strength"])) if hires.get("strength") else None
 
 
 def _quoted(value: Any) -> str:
@@ -466,11 +485,15 @@ def _with_hires(parameters: dict[str, Any]) -> dict[str, Any]:
         parameters["first_size"] = "x".join(map(str, first))
         parameters["width"], parameters["height"] = sides or (int(side * scale) for side in first)
     upscalers = {name: ours for ours, name in A1111_UPSCALERS.items()}
-    steps = texts["steps"]
+    steps, strength = texts["steps"] or "0", parameters.pop("strength", None)
+    taken = int(steps) if re.fullmatch(r"\d{1,6}", steps, re.ASCII) else 0
+    share = strength if isinstance(strength, float) and 0 < strength <= 1 else None
+    if share and not taken:  # as many as the first pass
+        taken = int(parameters.get("steps", 0))
     hires = {
         "scale": scale,
-        "strength": parameters.pop("strength", None),
-        "steps": int(steps) if steps is not None and re.fullmatch(r"\d{1,6}", steps, re.ASCII) else None,
+        "strength": strength,
+        "steps": steps_of_share(taken, share) if taken > 0 and share else taken or None,
         "upscaler": upscalers.get(texts["upscaler"] or "", texts["upscaler"]),
     }
     return {**parameters, "hires": hires}
@@ -491,12 +514,15 @@ def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
         "Seed": ("seed", int),
         "CFG scale": ("guidance", float),
         "CFG Rescale": ("guidance_rescale", float),
-        "Eta": ("eta", float),
+        "Eta DDIM": ("eta", float),
         "Denoising strength": ("strength", float),
         "Hires upscale": ("Hires upscale", float),
     }
+    solver: str | None = None
     for key, raw in pairs:
         value = _unquoted(raw)
+        if key == "Eta" and solver == "ddim":  # until 2023; since then that is of ancestral samplers alone
+            key = "Eta DDIM"
         if key in numbers:
             name, kind = numbers[key]
             with suppress(ValueError, OverflowError):
@@ -506,15 +532,19 @@ def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
         elif key == "Sampler":
             plain = value.removesuffix(" Karras")
             known = find_solver(plain)
-            yield "solver", plain if known is None else known[0]
+            solver = plain if known is None else known[0]
+            yield "solver", solver
             if plain != value:
                 yield "karras", True
         elif key == "Clip skip" and re.fullmatch(r"\d{1,3}", value, re.ASCII):
             yield "clip_skip", max(0, int(value) - 1)
         elif key == "Schedule type":
-            yield "karras", value == "Karras"
-            if value == "Exponential":
+            sigmas = A1111_AUTOMATIC.get(solver or "") if value == "Automatic" else value.lower()
+            yield "karras", sigmas == "karras"
+            if sigmas == "exponential":
                 yield "exponential", True
+            if value in SPACING_OF:
+                yield "spacing", SPACING_OF[value]
         elif key == "Size" and (size := re.fullmatch(r"(\d{1,6})x(\d{1,6})", value, re.ASCII)):
             yield from (("width", int(size[1])), ("height", int(size[2])))
         else:

@@ -2,7 +2,8 @@
 and those composed of several (`a AND b :0.5`, Liu et al. 2022), each of which may change by itself.
 
 `when` is a share of the steps where it has a point, else a number of steps; in a second pass shares count on
-from 1. A1111 counts steps from 0 and keeps a text up to and including its last step; so does this.
+from 1, and numbers from the steps of the first. A1111 counts steps from 0 and keeps a text up to and
+including its last step; so does this. Of a solver that calls the U-Net twice a step each call counts.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class PromptStage(NamedTuple):
 def readings(
     prompt: str, negative: str, weighting: str, steps: int, second_steps: int | None = None
 ) -> list[PromptStage]:
-    """All that is read of a prompt in order, in one pass or two of so many steps each."""
+    """All that is read of a prompt in order, in one pass or two of so many U-Net calls each."""
     if weighting != "a1111":
         passes = [(False, steps)] + ([] if second_steps is None else [(True, second_steps)])
         return [PromptStage(count, (prompt,), negative, second) for second, count in passes]
@@ -47,7 +48,8 @@ def readings(
         if count is None:
             continue
         # In a negative prompt AND is a word, as A1111 has it.
-        texts = [schedule(text, count, second_pass=second) for text in (*positives, AND.sub("and", negative))]
+        before = steps if second else None
+        texts = [schedule(text, count, first_steps=before) for text in (*positives, AND.sub("and", negative))]
         for end in sorted({end for text in texts for end, _ in text}):
             *mine, against = (text[_text_at(text, end)][1] for text in texts)
             found.append(PromptStage(end, tuple(mine), against, second))
@@ -71,13 +73,14 @@ def composed(prompt: str) -> list[tuple[str, float]]:
     return found
 
 
-def schedule(prompt: str, steps: int, *, second_pass: bool = False) -> list[tuple[int, str]]:
+def schedule(prompt: str, steps: int, *, first_steps: int | None = None) -> list[tuple[int, str]]:
     """The texts of a prompt in order, each with the last step (from 0) at which it is read.
 
-    `steps` are those asked for, before a strength leaves some of them out. One text: nothing changes.
+    `steps` are those asked for, before a strength leaves some of them out; of a second pass those it takes,
+    after the `first_steps` of the first. One text: nothing changes.
     """
     ends: set[int] = {steps}
-    at = _read(prompt, steps, second_pass, ends, 0)
+    at = _read(prompt, steps, first_steps, ends, 0)
     texts = [(end, at(end)) for end in sorted(ends)]
     found = [one for i, one in enumerate(texts) if i + 1 == len(texts) or texts[i + 1][1] != one[1]]
     if len({text for _, text in found}) > MAX_TEXTS:
@@ -90,7 +93,7 @@ def _text_at(texts: Sequence[tuple[int, str]], step: int) -> int:
     return next((i for i, (end, _) in enumerate(texts) if step <= end), len(texts) - 1)
 
 
-def _read(text: str, steps: int, second_pass: bool, ends: set[int], depth: int) -> At:
+def _read(text: str, steps: int, first_steps: int | None, ends: set[int], depth: int) -> At:
     """A text with its changing parts; adds to `ends` the steps after which it changes."""
     if depth > MAX_DEPTH:
         raise InputError(f"brackets {depth} deep in a prompt", allowed=f"up to {MAX_DEPTH}")
@@ -107,7 +110,7 @@ def _read(text: str, steps: int, second_pass: bool, ends: set[int], depth: int) 
             parts.append(_plain(text[at]))
             at += 1
             continue
-        parts.append(_bracket(text[at + 1 : close], steps, second_pass, ends, depth))
+        parts.append(_bracket(text[at + 1 : close], steps, first_steps, ends, depth))
         at = close + 1
     return lambda step: "".join(part(step) for part in parts)
 
@@ -116,16 +119,16 @@ def _plain(text: str) -> At:
     return lambda step: text
 
 
-def _bracket(inner: str, steps: int, second_pass: bool, ends: set[int], depth: int) -> At:
+def _bracket(inner: str, steps: int, first_steps: int | None, ends: set[int], depth: int) -> At:
     """What stands between square brackets: a change at a step, texts in turn, or a plain emphasis."""
 
     def read(text: str) -> At:
-        return _read(text, steps, second_pass, ends, depth + 1)
+        return _read(text, steps, first_steps, ends, depth + 1)
 
     parts = _split(inner, ":")
     number = NUMBER.fullmatch(parts[-1]) if 2 <= len(parts) <= 3 else None
     if number is not None:
-        when = _when(number[1], steps, second_pass)
+        when = _when(number[1], steps, first_steps)
         if when >= 1:
             ends.add(when)
         before, after = read(parts[0] if len(parts) == 3 else ""), read(parts[-2])
@@ -139,12 +142,13 @@ def _bracket(inner: str, steps: int, second_pass: bool, ends: set[int], depth: i
     return lambda step: f"[{held(step)}]"
 
 
-def _when(number: str, steps: int, second_pass: bool) -> int:
+def _when(number: str, steps: int, first_steps: int | None) -> int:
     """After which step; a number may be as large as it likes."""
-    when = max(-2.0 * steps, min(float(number), 2.0 * steps))
+    most = 2.0 * (steps + (first_steps or 0))
+    when = max(-most, min(float(number), most))
     if "." in number:
-        return min(steps, int((when - (1.0 if second_pass else 0.0)) * steps))
-    return min(steps, int(when) - (steps if second_pass else 0))
+        return min(steps, int((when - (0.0 if first_steps is None else 1.0)) * steps))
+    return min(steps, int(when) - (first_steps or 0))
 
 
 def _closings(text: str) -> dict[int, int]:

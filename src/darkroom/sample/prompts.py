@@ -17,7 +17,7 @@ import torch
 from darkroom.errors import InputError
 from darkroom.hardware.accelerator import new_tensor, to_device
 from darkroom.models.embeddings import with_words
-from darkroom.models.tokenizer import spelled
+from darkroom.models.tokenizer import spelled, vectors_of_words
 from darkroom.sample.denoise import Condition
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def read_prompt(
     """A prompt in parts of at most `length` - 2 tokens, at least one part. InputError beyond MAX_PARTS."""
     part_length = min(length, tokenizer.model_max_length) - 2
     comma = tokenizer.convert_tokens_to_ids(",</w>") if weighting == "a1111" else None
+    words = vectors_of_words(tokenizer)
     parts = [PromptChunk([], [])]
     for piece in pieces(prompt, weighting):
         if piece.ends_part:
@@ -55,8 +56,12 @@ def read_prompt(
         for token in tokenizer(text, verbose=False).input_ids[1:-1]:
             if len(parts[-1].ids) == part_length:
                 parts.append(_carried_over(parts[-1], token, comma))
+            if len(parts[-1].ids) + words.get(token, 1) > part_length:  # a word's vectors stay together
+                parts.append(PromptChunk([], []))
             parts[-1].ids.append(token)
             parts[-1].weights.append(piece.weight)
+    if len(parts) > 1 and not parts[-1].ids:  # nothing stands behind the last BREAK
+        parts.pop()
     if len(parts) > MAX_PARTS:
         raise InputError(
             f"the prompt '{_short(prompt)}' has {len(parts)} parts of {part_length} tokens",

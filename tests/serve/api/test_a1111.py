@@ -8,12 +8,17 @@ import json
 import math
 import threading
 import time
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
 from darkroom import sample
+from darkroom.serve.api.a1111 import Txt2Img
+from darkroom.serve.settings import ServeSettings
+from darkroom.serve.status import model_card
 from serve.api.conftest import base64_of, change, opened
 from serve.conftest import difference
 
@@ -80,6 +85,58 @@ def test_img2img_redoes_what_is_white(http):
         made = opened(told["images"][0])
         assert change(made.crop(same), start.crop(same)) < 3
         assert change(made.crop(redone), start.crop(redone)) > 10
+
+
+def test_clip_skip_is_of_one_text_encoder(small):
+    """A1111 reads SDXL's penultimate layer whatever is set, which is what its users mean by 2."""
+    card = model_card(small, ServeSettings(model="a"), 4096)
+    asked = Txt2Img(override_settings={"CLIP_stop_at_last_layers": 2})
+    assert (asked._clip_skip(card), asked._clip_skip(replace(card, family="sdxl"))) == (1, 0)
+
+
+def test_a_mask_is_a1111s_opaque_is_redone_and_its_edge_is_soft(http):
+    """Of an RGBA mask A1111 takes the alpha: 255 is redone. A blur of sigma 3 mixes over some 6 pixels."""
+    start = Image.linear_gradient("L").resize((64, 64)).convert("RGB")
+    grey = Image.new("L", (64, 64), 0)
+    grey.paste(255, (0, 0, 32, 64))
+    see_through = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
+    see_through.paste((0, 0, 0, 255), (0, 0, 32, 64))
+    body = {**QUICK, "prompt": "a horse", "init_images": [base64_of(start)], "width": 64, "height": 64}
+
+    def redone(mask: Image.Image, **more: Any) -> Image.Image:
+        told = http.post("/sdapi/v1/img2img", json={**body, "mask": base64_of(mask), **more})
+        return opened(told.json()["images"][0])
+
+    plain = redone(grey)
+    assert difference(redone(see_through), plain) <= 1
+    assert difference(redone(see_through, inpainting_mask_invert=1), plain) >= 10
+    soft = redone(grey, mask_blur=3)
+    strip = (33, 0, 36, 64)
+    assert change(plain.crop(strip), start.crop(strip)) < 1
+    assert change(soft.crop(strip), start.crop(strip)) > 2
+    far = (48, 0, 64, 64)
+    assert change(soft.crop(far), start.crop(far)) < 1
+
+
+def test_a_sampler_without_a_schedule_has_a1111s(http, small):
+    settings = {"steps": 4, "seed": 5, "optimise": "none", "notice": lambda _: None}
+    for sampler, solver, sigmas in (
+        ("DPM++ 2M", "dpmpp_2m", "karras"),
+        ("DPM++ 2M SDE", "dpmpp_2m_sde", "exponential"),
+    ):
+        lone, plain = (
+            sample.generate(small, "a horse", solver=solver, **more, **settings)[0].image
+            for more in ({sigmas: True}, {"karras": False, "spacing": "linspace"})
+        )
+        for scheduler, wanted, other in (
+            ("Automatic", lone, plain),
+            ("", lone, plain),
+            ("Uniform", plain, lone),
+        ):
+            body = {**QUICK, "prompt": "a horse", "sampler_name": sampler, "scheduler": scheduler}
+            made = opened(http.post("/sdapi/v1/txt2img", json=body).json()["images"][0])
+            assert difference(made, wanted) <= 1, (sampler, scheduler)
+            assert difference(made, other) >= 2, (sampler, scheduler)
 
 
 def test_inpaint_full_res_draws_the_masked_part_alone_and_puts_it_back(http, small):
@@ -251,6 +308,7 @@ def test_interrupt_ends_own_jobs_of_this_dialect_only(http):
         ({"enable_hr": True, "denoising_strength": 0}, "denoising_strength"),
         ({"sampler_name": "DPM2"}, "sampler_name"),
         ({"scheduler": "Align Your Steps"}, "scheduler"),
+        ({"inpainting_fill": 2}, "inpainting_fill"),
         ({"enable_hr": True, "hr_prompt": "a dog"}, "hr_prompt"),
         ({"enable_hr": True, "hr_negative_prompt": "a dog"}, "hr_negative_prompt"),
         ({"enable_hr": True, "hr_sampler_name": "DDIM"}, "hr_sampler_name"),
@@ -314,16 +372,23 @@ def test_hostile_pictures_are_refused(http):
         assert "init_images" in told.json()["detail"]
 
 
-def test_a_second_pass_makes_the_picture_larger(http):
+def test_a_second_pass_makes_the_picture_larger(http, small):
     body = {"prompt": "a", "steps": 4, "seed": 3, "width": 32, "height": 32}
-    more = {"enable_hr": True, "hr_scale": 1.5, "hr_second_pass_steps": 6, "denoising_strength": 0.5}
+    more = {"enable_hr": True, "hr_scale": 1.5, "hr_second_pass_steps": 6, "denoising_strength": 0.3}
     told = http.post("/sdapi/v1/txt2img", json={**body, **more, "hr_upscaler": "Lanczos"}).json()
     [image] = told["images"]
     assert opened(image).size == (48, 48)
     text = json.loads(told["info"])["infotexts"][0]
     assert "Hires upscale: 1.5" in text
-    assert "Denoising strength: 0.5" in text
+    assert "Denoising strength: 0.3" in text
     assert "Hires steps: 6" in text
+    asked = sample.Hires(scale=1.5, strength=0.3, steps=20, upscaler="lanczos")  # six of twenty are taken
+    lone, fewer = (
+        sample.generate(small, "a", steps=4, seed=3, size=(32, 32), hires=hires, optimise="none")[0].image
+        for hires in (asked, asked.model_copy(update={"steps": 6}))
+    )
+    assert difference(opened(image), lone) <= 1
+    assert difference(opened(image), fewer) >= 2
     plain = http.post("/sdapi/v1/txt2img", json=body).json()["images"][0]
     assert opened(plain).size == (32, 32)
     assert change(opened(image).resize((32, 32)), opened(plain)) > 1

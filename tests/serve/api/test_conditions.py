@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageFilter, ImageOps
 from safetensors.torch import save_file
 
 from darkroom import models, sample
 from darkroom.models.upscaler import read_upscaler
 from darkroom.sample import Control, Hires
+from darkroom.serve.api.controlnet import Unit
 from darkroom.serve.engine.tickets import png_of
 from serve.api.conftest import base64_of, opened
 from serve.conftest import Server, difference
@@ -140,7 +141,7 @@ def test_networks_make_pictures_larger_by_name(http, small, tmp_path):
             small,
             "a horse",
             weighting="a1111",
-            hires=Hires(scale=1.5, strength=0.5, upscaler=name),
+            hires=Hires(scale=1.5, strength=0.5, steps=8, upscaler=name),
             hires_network=given,
             **ALONE,
         )[0].image
@@ -381,6 +382,27 @@ def test_the_extensions_lists(http):
     body = {"controlnet_module": "invert", "controlnet_input_images": [base64_of(steering(1))]}
     made = opened(http.post("/controlnet/detect", json=body).json()["images"][0])
     assert difference(ImageOps.invert(made), steering(1)) == 0
+
+
+def test_the_extensions_thresholds_count(http):
+    """Its usual ones are 100 and 200 (canny), 32 (xdog) and a sigma of 9 (blur); -1 asks for them."""
+    for module, given, wanted in (
+        ("canny", {}, "canny:100:200"),
+        ("canny", {"threshold_a": -1, "threshold_b": -1}, "canny:100:200"),
+        ("canny", {"threshold_a": 64, "threshold_b": 64}, "canny:64:64"),
+        ("blur_gaussian", {}, "blur:9"),
+        ("blur_gaussian", {"threshold_a": 2.5, "threshold_b": 64}, "blur:2.5"),
+        ("scribble_xdog", {"threshold_a": 12}, "scribble:12"),
+        ("none", {"threshold_a": 64, "threshold_b": 64}, "none"),
+    ):
+        assert Unit(model="edges", module=module, **given).choice().map == wanted
+    image = steering(1)
+    body = {"controlnet_module": "blur_gaussian", "controlnet_input_images": [base64_of(image)]}
+    made = opened(
+        http.post("/controlnet/detect", json={**body, "controlnet_threshold_a": 2}).json()["images"][0]
+    )
+    assert difference(made, image.filter(ImageFilter.GaussianBlur(2))) == 0
+    assert difference(opened(http.post("/controlnet/detect", json=body).json()["images"][0]), made) > 3
 
 
 @pytest.mark.parametrize(

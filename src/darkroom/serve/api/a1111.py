@@ -9,7 +9,6 @@ are not); those that only concern A1111's own files and windows are taken and no
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import threading
 import time
@@ -19,17 +18,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
-from PIL import Image, ImageOps
+from PIL import Image, ImageFilter, ImageOps
 from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import InputError
 from darkroom.models.embeddings import Embedding
-from darkroom.options import A1111_NAMES, SAMPLERS, SOLVERS, find_solver
+from darkroom.options import A1111_AUTOMATIC, A1111_NAMES, FLOW_SOLVER_NAMES, SAMPLERS, SOLVERS, find_solver
+from darkroom.picture_settings import DEFAULT_STEPS, LCM_STEPS, steps_of_share
 from darkroom.run import write_whole
 from darkroom.sample.pictures import a1111_text, parse_a1111
 from darkroom.serve.api.a1111_server import add_server_routes
 from darkroom.serve.api.controlnet import units_of
 from darkroom.serve.api.shared import all_made, caller, decoded, encoded, pngs_of, route_in
+from darkroom.serve.engine.tickets import png_of
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.admission import Rates, checked_picture
 from darkroom.serve.jobs.core import Core
@@ -98,10 +99,14 @@ class Txt2Img(BaseModel):
     def request(self, core: Core, chosen: str | None) -> PictureRequest:
         """In the terms of the core; `chosen` is the model that the caller set by `options`."""
         self.check_others()
+        model = self._model(core, chosen)
+        card = core.card(model)
         named = _solver_of(self.sampler_name or self.sampler_index, self.scheduler)
+        if not set(card.solvers) & set(FLOW_SOLVER_NAMES):
+            named = _with_automatic(named, self.scheduler)
         return PictureRequest(
             prompt=self.prompt,
-            model=self._model(core, chosen),
+            model=model,
             negative=self.negative_prompt or None,
             num=min(1000, (self.batch_size or 1) * (self.n_iter or 1)),
             seed=None if self.seed in (-1, None) else self.seed,
@@ -112,9 +117,9 @@ class Txt2Img(BaseModel):
             **named,
             eta=(self.eta or 0.0) if named.get("solver") == "ddim" else 0.0,
             weighting="a1111",
-            clip_skip=self._clip_skip(),
+            clip_skip=self._clip_skip(card),
             strength=None,
-            hires=self._hires(core),
+            hires=self._hires(core, named.get("solver") or card.solver),
             controls=tuple(unit.choice() for unit in units_of(self.alwayson_scripts)),
         )
 
@@ -142,16 +147,18 @@ class Txt2Img(BaseModel):
         """How many pixels around the mask are drawn with it; None: the whole picture."""
         return None
 
-    def _hires(self, core: Core) -> HiresChoice | None:
+    def _hires(self, core: Core, solver: str) -> HiresChoice | None:
         if not self.enable_hr:
             return None
         strength = 0.75 if self.denoising_strength is None else self.denoising_strength
         if not strength:
             raise Refused(422, "invalid_value", "denoising_strength: more than 0", param="denoising_strength")
+        usual = LCM_STEPS if solver == "lcm" else DEFAULT_STEPS
+        taken = self.hr_second_pass_steps or self.steps or usual
         return HiresChoice(
             scale=2.0 if self.hr_scale is None else self.hr_scale,
             strength=strength,
-            steps=self.hr_second_pass_steps or None,
+            steps=steps_of_share(taken, strength),  # A1111's second pass takes them all
             upscaler=_upscaler_of(self.hr_upscaler, core.upscalers.names()),
         )
 
@@ -162,12 +169,15 @@ class Txt2Img(BaseModel):
             return chosen
         return _model_name(core, given, "override_settings")
 
-    def _clip_skip(self) -> int:
-        """From `override_settings`; 422 for any other setting that would change the picture."""
+    def _clip_skip(self, card: ModelCard) -> int:
+        """From `override_settings`; 422 for any other setting that would change the picture.
+
+        SDXL reads the layer below the last one whatever is set, as in A1111: its users' 2 means just that.
+        """
         skip = 0
         for name, value in (self.override_settings or {}).items():
             if name == "CLIP_stop_at_last_layers" and isinstance(value, int) and 1 <= value <= 100:
-                skip = value - 1
+                skip = 0 if card.family == "sdxl" else value - 1
             elif name == "sd_model_checkpoint":
                 continue
             elif name not in UNUSED_SETTINGS:
@@ -187,6 +197,9 @@ class Img2Img(Txt2Img):
     inpainting_mask_invert: int | bool | None = 0
     inpaint_full_res: bool | int | None = None
     inpaint_full_res_padding: int | None = Field(None, ge=0, le=8192)
+    mask_blur: int | None = Field(None, ge=0, le=256, description="soft edge in pixels")
+    mask_blur_x: int | None = Field(None, ge=0, le=256)
+    mask_blur_y: int | None = Field(None, ge=0, le=256)
 
     def uploads(self, core: Core, card: ModelCard) -> Uploads:
         """The pictures; what is wrong with them the core finds, which opens them. Takes a while."""
@@ -194,8 +207,25 @@ class Img2Img(Txt2Img):
         controls = self._control_pictures(core, card, image)
         if self.mask is None:
             return Uploads(image, controls=controls)
-        mask = decoded(self.mask, "mask")
-        return Uploads(image, _inverted(mask, core.limits) if self.inpainting_mask_invert else mask, controls)
+        return Uploads(image, self._mask(decoded(self.mask, "mask"), core.limits), controls)
+
+    def _mask(self, content: bytes, limits: Limits) -> bytes:
+        """A grey mask, white where the picture is redone: where it is opaque, if parts are transparent."""
+        opened = checked_picture(content, limits, "mask")
+        grey = opened.convert("RGB").convert("L")
+        if opened.has_transparency_data:
+            alpha = opened.convert("RGBA").getchannel("A")
+            if alpha.getextrema() != (255, 255):
+                grey = alpha.point(lambda value: 255 if value > 128 else 0)
+        if self.inpainting_mask_invert:
+            grey = ImageOps.invert(grey)
+        return png_of(grey.filter(ImageFilter.GaussianBlur(self._blur())))
+
+    def _blur(self) -> tuple[int, int]:
+        """Sigma of the mask's edge, across and down."""
+        if self.mask_blur is not None:
+            return self.mask_blur, self.mask_blur
+        return self.mask_blur_x or 0, self.mask_blur_y or 0
 
     def request(self, core: Core, chosen: str | None) -> PictureRequest:
         """In the terms of the core. A strength of 0 changes nothing, and is refused."""
@@ -210,13 +240,6 @@ class Img2Img(Txt2Img):
         """How many pixels around the mask are drawn with it; None: the whole picture."""
         wanted = self.mask is not None and self.inpaint_full_res
         return (self.inpaint_full_res_padding or 0) if wanted else None
-
-
-def _inverted(mask: bytes, limits: Limits) -> bytes:
-    opened = checked_picture(mask, limits, "mask")
-    buffer = io.BytesIO()
-    ImageOps.invert(opened.convert("RGB").convert("L")).save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
 
 
 class PngInfo(BaseModel):
@@ -246,7 +269,7 @@ def a1111_router(core: Core) -> APIRouter:
     async def img2img(body: Img2Img, request: Request) -> dict[str, Any]:
         """Pictures that start from one."""
         wanted = body.request(core, chosen.of(caller(request)))
-        if wanted.controls or (body.mask is not None and body.inpainting_mask_invert):
+        if wanted.controls or body.mask is not None:
             reading.take(caller(request))
         uploads = await asyncio.to_thread(body.uploads, core, core.card(wanted.model))
         return await _answer(core, body, wanted, request, uploads)
@@ -531,7 +554,7 @@ def _parsed(info: str) -> dict[str, Any]:
 
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "Automatic": {},
-    "Uniform": {"karras": False},
+    "Uniform": {"karras": False, "spacing": "linspace"},
     "Karras": {"karras": True},
     "Exponential": {"exponential": True},
     "SGM Uniform": {"spacing": "trailing"},
@@ -549,7 +572,6 @@ UNUSED = frozenset(
         "include_init_images",
         "infotext",
         "inpaint_full_res_padding",
-        "inpainting_fill",
         "mask_blur",
         "mask_blur_x",
         "mask_blur_y",
@@ -564,10 +586,7 @@ UNUSED = frozenset(
         "subseed",
     }
 )
-"""Fields that are taken and not used: they concern files and windows, or only what is refused below.
-
-The exceptions are `mask_blur` and `inpainting_fill`: every client sends A1111's own values of these.
-"""
+"""Fields that are taken and not used: they concern files and windows, or only what is refused below."""
 REFUSED: dict[str, tuple[Neutral, ...]] = {
     "disable_extra_networks": (False, None),
     "eta_noise_seed_delta": (0, None),
@@ -584,6 +603,7 @@ REFUSED: dict[str, tuple[Neutral, ...]] = {
     "hr_scheduler": ("", "Use same scheduler", None),
     "image_cfg_scale": (None, 0, 1.5),
     "initial_noise_multiplier": (1, None),
+    "inpainting_fill": (0, 1, None),
     "latent_mask": ("", None),
     "refiner_checkpoint": ("", "None", None),
     "resize_mode": (0, None),
@@ -599,7 +619,10 @@ REFUSED: dict[str, tuple[Neutral, ...]] = {
     "subseed_strength": (0, None),
     "tiling": (False, None),
 }
-"""Fields that would change the picture in a way that is not served, with the values that do not."""
+"""Fields that would change the picture in a way that is not served, with the values that do not.
+
+The exception is `inpainting_fill` 0 (fill), which is drawn as 1 (original): every client sends it.
+"""
 AS_IN_THE_FIRST_PASS = {
     "hr_cfg": "cfg_scale",
     "hr_negative_prompt": "negative_prompt",
@@ -650,6 +673,14 @@ def _solver_of(sampler: str | None, scheduler: str | None) -> dict[str, Any]:
         if wanted.get("karras") is not False or takes_karras:
             named |= wanted
     return named
+
+
+def _with_automatic(named: dict[str, Any], scheduler: str | None) -> dict[str, Any]:
+    """With the sigmas that A1111 gives a named sampler where no schedule is named."""
+    sigmas = A1111_AUTOMATIC.get(named.get("solver", ""))
+    if sigmas is None or named["karras"] or (scheduler or "automatic").strip().lower() != "automatic":
+        return named
+    return {**named, sigmas: True}
 
 
 def name_of(solver: str) -> str:

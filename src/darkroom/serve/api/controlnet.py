@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from PIL import Image, ImageOps
 from pydantic import BaseModel, ConfigDict, Field
 
-from darkroom.sample.control import MAPS
+from darkroom.sample.control import MAP_NUMBERS, find_map
 from darkroom.serve.api.shared import caller, decoded, encoded, route_in
 from darkroom.serve.engine.tickets import png_of
 from darkroom.serve.errors import Refused
@@ -44,6 +44,8 @@ ALIASES = {
     "ip-adapter_clip_sdxl_plus_vith": "none",
 }
 """Those that leave the picture as it is, too: IP-Adapters bring their encoder along."""
+A1111_BLUR = 9.0
+"""Sigma of `blur_gaussian` where a request does not say one."""
 MODES = {
     "balanced": False,
     "controlnet is more important": True,
@@ -82,6 +84,8 @@ class Unit(BaseModel):
     guessmode: bool | None = None
     resize_mode: int | str = 1
     pixel_perfect: bool = False
+    threshold_a: float | None = Field(None, le=1000, allow_inf_nan=False, description="below 0: the usual")
+    threshold_b: float | None = Field(None, le=1000, allow_inf_nan=False)
 
     def choice(self) -> ControlChoice:
         """In darkroom's terms."""
@@ -102,7 +106,7 @@ class Unit(BaseModel):
             start=self.guidance_start,
             end=self.guidance_end,
             guess=guess or bool(self.guessmode),
-            map=map_name,
+            map=_with_numbers(map_name, self.threshold_a, self.threshold_b),
         )
 
     def pictures(self, size: tuple[int, int], start: bytes | None, limits: Limits) -> ControlUpload:
@@ -115,6 +119,16 @@ class Unit(BaseModel):
         mask = self.effective_region_mask
         content = _shaped(content, size, RESIZE.get(_small(self.resize_mode)), limits)
         return ControlUpload(content, None if mask is None else decoded(mask, "alwayson_scripts"))
+
+
+def _with_numbers(name: str, *given: float | None) -> str:
+    """A map with the extension's thresholds, as far as it has any; below 0 stands for the usual ones."""
+    usual = {"canny": (100.0, 200.0), "scribble": (32.0,), "blur": (A1111_BLUR,)}.get(name, ())
+    numbers = [
+        ours if one is None or one < 0 else one
+        for one, ours in zip(given[: len(MAP_NUMBERS.get(name, ()))], usual, strict=True)
+    ]
+    return ":".join([name, *(f"{one:g}" for one in numbers)])
 
 
 def _small(value: int | str) -> int | str:
@@ -180,6 +194,8 @@ class Detect(BaseModel):
 
     controlnet_module: str = Field("none", max_length=100)
     controlnet_input_images: list[str] = Field(min_length=1, max_length=16)
+    controlnet_threshold_a: float | None = Field(None, le=1000, allow_inf_nan=False)
+    controlnet_threshold_b: float | None = Field(None, le=1000, allow_inf_nan=False)
 
 
 def controlnet_router(core: Core) -> APIRouter:
@@ -224,6 +240,7 @@ def controlnet_router(core: Core) -> APIRouter:
         if name is None:
             message = f"controlnet_module: one of {', '.join(MODULES)}"
             raise Refused(422, "invalid_value", message, param="controlnet_module")
+        name = _with_numbers(name, body.controlnet_threshold_a, body.controlnet_threshold_b)
         check_map(name)
 
         def made() -> list[str]:
@@ -234,7 +251,7 @@ def controlnet_router(core: Core) -> APIRouter:
                 )
                 for one in body.controlnet_input_images
             ]
-            return [encoded(png_of(MAPS[name](image.convert("RGB")))) for image in images]
+            return [encoded(png_of(find_map(name)(image.convert("RGB")))) for image in images]
 
         return {"images": await asyncio.to_thread(made), "info": "Success"}
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Header, Path, Query, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from darkroom.sample.control import MAPS
+from darkroom.sample.control import find_map
 from darkroom.serve.api.shared import (
     caller,
     check_signature,
@@ -230,7 +230,7 @@ def server_router(core: Core) -> APIRouter:
 
         def made() -> bytes:
             image = checked_picture(decoded(body.image, "image"), core.limits, "image")
-            return png_of(MAPS[body.map](image.convert("RGB")))
+            return png_of(find_map(body.map)(image.convert("RGB")))
 
         return Response(await asyncio.to_thread(made), media_type="image/png")
 

@@ -25,7 +25,7 @@ from darkroom.models.adapters.blocks import by_layer
 from darkroom.models.upscaler import Upscalers
 from darkroom.picture_settings import DEFAULT_STEPS, PLAIN_UPSCALERS
 from darkroom.sample.adapters import Tag, read_tags
-from darkroom.sample.control import MAPS
+from darkroom.sample.control import MAPS, find_map
 from darkroom.sample.generate import check_parts
 from darkroom.sample.inputs import check_mask, masked_box, read_mask
 from darkroom.sample.prompt_schedule import readings
@@ -408,7 +408,12 @@ def served_maps() -> list[str]:
 def check_map(name: str) -> None:
     """422 for a map that is not known, or that this server lacks a package for."""
     served = served_maps()
-    if name not in served:
+    try:
+        find_map(name)
+        known = name.partition(":")[0] in served
+    except InputError:
+        known = False
+    if not known:
         shown = name[:40].encode("ascii", "replace").decode()
         message = f"controls: map '{shown}'; allowed here: {', '.join(served)}"
         raise Refused(422, "invalid_value", message, param="controls")

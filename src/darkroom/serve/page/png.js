@@ -4,7 +4,7 @@ import { SOLVERS } from "./solvers.js";
 
 const UPSCALERS = { "latent": "latent", "latent (bilinear)": "latent", "lanczos": "lanczos" };
 // What A1111's text says that is restored, or that says nothing of the settings.
-const READ = new Set(["steps", "sampler", "schedule type", "cfg scale", "seed", "size", "model", "eta", "clip skip",
+const READ = new Set(["steps", "sampler", "schedule type", "cfg scale", "seed", "size", "model", "eta", "eta ddim", "rng", "clip skip",
   "cfg rescale", "denoising strength", "hires upscale", "hires steps", "hires upscaler",
   "version", "model hash", "vae hash", "lora hashes", "ti hashes", "hashes", "user", "time taken"]);
 const TAG = /<lora:([^:<>]+)(?::([^:<>]*))?>/g;
@@ -120,9 +120,11 @@ function sampled(facts, number, lost) {
   const solver = SOLVERS[plain] ?? (plain || undefined);
   const skip = number("clip skip");
   if (solver !== "ddim" && facts.eta !== undefined) lost.push(`eta ${facts.eta}`);
+  if (type === "automatic" && ["dpmpp_2m_sde", "dpmpp_3m_sde"].includes(solver)) lost.push("schedule exponential");
+  const automatic = type === "automatic" && ["dpmpp_2m", "dpmpp_sde"].includes(solver); // Karras to A1111
   return {
-    solver, karras: plain !== name || type === "karras" || (type === "uniform" ? false : undefined),
-    eta: solver === "ddim" ? number("eta") : undefined, guidance_rescale: number("cfg rescale"),
+    solver, karras: plain !== name || type === "karras" || automatic || (type === "uniform" ? false : undefined),
+    eta: solver === "ddim" ? number("eta ddim") ?? number("eta") : undefined, guidance_rescale: number("cfg rescale"),
     clip_skip: skip === undefined ? undefined : Math.max(0, skip - 1), // A1111 counts the last layer as 1
   };
 }
@@ -133,6 +135,7 @@ function passes(facts, number, lost) {
   const scale = number("hires upscale");
   const strength = number("denoising strength");
   if (!scale) return { width: across, height: down, strength, image: strength === undefined ? undefined : "unknown" };
+  const taken = number("hires steps") || number("steps"); // A1111 takes them all, here they are a share
   const upscaler = UPSCALERS[(facts["hires upscaler"] ?? "latent").toLowerCase()];
   if (!upscaler) {
     lost.push(`hires upscaler ${facts["hires upscaler"]}`);
@@ -140,6 +143,6 @@ function passes(facts, number, lost) {
   }
   return {
     width: across && Math.round(across * scale), height: down && Math.round(down * scale),
-    hires: { scale, strength: strength ?? 0.7, steps: number("hires steps") || null, upscaler },
+    hires: { scale, strength: strength ?? 0.7, steps: taken ? Math.ceil(taken / (strength || 0.7)) : null, upscaler },
   };
 }
