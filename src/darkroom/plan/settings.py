@@ -13,7 +13,13 @@ from darkroom.recipe.sections import VAE_TASKS
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from darkroom.recipe.sections import DataSettings, ModelSettings, Recipe
+    from darkroom.recipe.sections import (
+        AdapterSettings,
+        DataSettings,
+        ModelSettings,
+        Recipe,
+        TrainSettings,
+    )
 
 
 def encodes(task: str, data: DataSettings) -> bool:
@@ -95,7 +101,7 @@ def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
         "store": getattr(recipe.data, "store", None),
         "pictures": None if recipe.data.class_prompt else recipe.data.folder or recipe.data.instance,
         "base": str(recipe.model.base),
-        "packs": _packs(recipe),
+        "packs": recipe.frozen_unet and _packs(recipe.model, train, recipe.adapter),
         "vae": vae if isinstance(vae, str) else None,
         "resolution": recipe.data.resolution,
         "encode": recipe.data.encode,
@@ -106,11 +112,10 @@ def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
-def _packs(recipe: Recipe) -> bool:
-    """Whether model.base_precision would take less memory: it is allowed and not said."""
-    kind = "lora" if recipe.adapter is None else recipe.adapter.kind
-    whole = recipe.model.base_precision is None and recipe.train.compile == "none"
-    return recipe.frozen_unet and whole and kind in ("lora", "loha", "lokr")
+def _packs(model: ModelSettings, train: TrainSettings, adapter: AdapterSettings | None) -> bool:
+    """Whether model.base_precision would take less memory of a frozen U-Net: it is allowed and not said."""
+    kind = "lora" if adapter is None else adapter.kind
+    return model.base_precision is None and train.compile == "none" and kind in ("lora", "loha", "lokr")
 
 
 def _reads(task: str, data: DataSettings, stores_text: bool) -> list[str]:
