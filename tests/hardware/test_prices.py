@@ -102,6 +102,36 @@ def test_a_table_of_ones_own_is_read(tmp_path):
     assert found.spot_usd_per_device_hour is None
 
 
+def test_a_table_of_ones_own_names_cards_as_people_do(tmp_path):
+    header = "provider,instance,device,count,region,on_demand_usd_per_hour,spot_usd_per_hour,as_of,source"
+    for name in ("H100", "NVIDIA H100 80GB HBM3", "H100-SXM"):
+        file = tmp_path / f"{name}.csv"
+        file.write_text(f"{header}\nus,rack,{name},8,cellar,16,,2026-11-01,invoice\n")
+        found = price("H100", table=prices(file))
+        assert found is not None
+        assert (found.device, found.usd_per_device_hour) == ("H100-SXM", 2.0)
+    for text, word in ((f"{header}\nus,rack,Voodoo,8,,16,,2026-11-01,me\n", "Voodoo"), (header, "no offers")):
+        wrong = tmp_path / f"{word}.csv"
+        wrong.write_text(text)
+        with pytest.raises(InputError, match=word):
+            prices(wrong)
+
+
+def test_whole_machines_are_paid_for():
+    day = "2026-07-01"
+    table = [offer("eight", 8.0, day, count=8), offer("dear", 3.0, day), offer("two", 5.0, day, count=2)]
+    picked = {n: price("T4", table=table, number=n) for n in (1, 2, 3, 8)}
+    # The middle one is let in twos: for one or three the nearest that they fill.
+    assert {n: one.instance for n, one in picked.items()} == {1: "dear", 2: "two", 3: "dear", 8: "two"}
+    assert [one.idle for one in picked.values()] == [0, 0, 0, 0]
+    only = price("T4", table=table[:1], number=3)
+    assert (only.idle, only.paid_for(3), only.paid_for(9)) == (5, 8, 16)
+    assert "let 8 at a time, 5 of them idle" in str(only)
+    cheap = choose(table, cheapest=True)
+    assert [price("T4", table=cheap, number=n).instance for n in (1, 2, 8)] == ["dear", "two", "eight"]
+    assert price("CPU AMX", number=3).idle == 0  # its cores are let one by one
+
+
 def test_offers_are_chosen_by_provider_region_and_kind():
     table = prices()
     lambda_ = choose(table, provider="lambda")

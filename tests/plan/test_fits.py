@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from darkroom.cli.application import main
+from darkroom.hardware import machine
 from darkroom.plan import fits, targets
 from darkroom.plan.ask import plans
 
@@ -37,6 +38,18 @@ def test_a_card_is_shown_on_one_screen(capsys, monkeypatch):
     code, out, _ = told(capsys, "--fits", "RTX 3060")
     assert "lora, 64 px" in out
     assert len(out.splitlines()) < 12
+
+
+def test_prices_and_precision_are_those_asked_for(capsys, monkeypatch):
+    monkeypatch.setattr(fits, "TASKS", {})
+    monkeypatch.setattr(fits, "SMALLER", (64,))
+    assert "USD 0.77 an hour" in told(capsys, "--fits", "RTX 3060", "--price", "0.77")[1]
+    _, out, _ = told(capsys, "--fits", "RTX 3060", "--precision", "float32")
+    assert "--precision=float32" in out
+    assert "--precision=bf16" in told(capsys, "--fits", "RTX 3060")[1]
+    code, out, err = told(capsys, "--fits", "here")
+    assert code == 0, err
+    assert out.startswith(machine().cpu_class)
 
 
 def test_where_nothing_fits_the_least_is_said(monkeypatch):

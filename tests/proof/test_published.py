@@ -86,6 +86,21 @@ def test_all_tables_hold_unseen_and_intervals_hold_four_of_five(proof):
     assert published.inside(published.table("MLPerf SD 2, eight cards"), slow) < 0.2
 
 
+def test_intervals_are_judged_by_widths_that_saw_none_of_a_tables_rows():
+    """Each table's own widths, and so much wider ones hold more of its rows."""
+    kept = json.loads(published.LEFT_OUT_SPREAD.read_text())
+    assert kept.keys() == published.RESTS_ON.keys()
+    for name, widths in kept.items():
+        assert widths.keys() == {"any", *published.MOVED}
+        assert widths != {key: published.spread()[key] for key in widths}, name
+        used = published.unseen_spread(name)
+        assert {key: used[key] for key in widths} == widths
+    found = published.table("serving (Vertex)")
+    row, known = published.counted(found)[0], published.unseen(found.name)
+    shares = published.shares(row, known)
+    assert published._half(found.name, row, known) == published.half_width(kept[found.name], shares)
+
+
 def test_few_constants_are_fitted_and_several_tables_tell_each():
     """Rows of a table that move by half a percent where a constant moves by a tenth."""
     known, sources = efficiency(), list(read_rows(HERE / "efficiency.csv"))

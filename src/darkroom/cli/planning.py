@@ -194,7 +194,7 @@ def plan(
     if refresh_prices is not None:
         return _refresh(refresh_prices, as_json)
     if fits is not None:
-        return _fits(fits, of.model, as_json)
+        return _fits(fits, of.model, on.target(), as_json)
     job, target = _checked_job(job), on.target()
     if job in JOBS and overrides:
         raise InputError(f"{job} {overrides[0]}", mend="a job takes flags, only a recipe takes KEY=VALUE")
@@ -366,10 +366,10 @@ def _prices(file: Path | None, **asked: Any) -> Any:
     return choose(prices() if file is None else prices(file), **asked)
 
 
-def _fits(card: str, model: str, as_json: bool) -> None:
+def _fits(card: str, model: str, target: Target, as_json: bool) -> None:
     from darkroom.plan.fits import what_fits
 
-    found = what_fits(card, model, console(as_json))
+    found = what_fits(card, model, console(as_json), on=target)
     rows = [fit.row() for fit in found.found]
     show(found.to_dict(), as_json, lambda: [found.head(), *columns(rows), *found.foot()])
 

@@ -18,6 +18,7 @@ from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware.cards import HERE, Card, find_card, read_rows
 
 STALE_DAYS = 90
+SPOT = " (spot)"  # marks an offer whose price is its spot price
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Price:
     source: str
     threads_per_core: int = 1  # virtual CPUs that a core of a CPU class is sold as
     picked: str = ""  # why this row, when it was picked from several
+    idle: int = 0  # devices of its machines that a job of fewer pays for too
 
     @property
     def usd_per_device_hour(self) -> float:
@@ -64,7 +66,15 @@ class Price:
         where = " ".join(filter(None, (self.provider, self.instance, self.region)))
         age = f", {self.age_days()} days old" if self.stale() else ""
         picked = f"; {self.picked}" if self.picked else ""
-        return f"{where}, as of {self.as_of}{age}{picked}"
+        idle = f"; let {self.count} at a time, {self.idle} of them idle" if self.idle else ""
+        return f"{where}, as of {self.as_of}{age}{picked}{idle}"
+
+    def paid_for(self, number: int) -> int:
+        """Cards that a job on so many pays for: whole machines. A processor's cores are sold one by one."""
+        card = find_card(self.device)
+        if card is None or card.kind == "cpu":
+            return number
+        return -(-number // self.count) * self.count
 
 
 @cache
@@ -76,6 +86,8 @@ def prices(path: Path = HERE / "prices.csv") -> tuple[Price, ...]:
         raise InputError(
             f"prices in {path}: {error}", allowed="columns and values as in prices.csv"
         ) from error
+    if not found:
+        raise InputError(f"prices in {path}: no offers", allowed="rows as in prices.csv")
     for row in found:
         asked = (row.on_demand_usd_per_hour, row.spot_usd_per_hour or 0.0)
         if not all(math.isfinite(usd) and usd >= 0 for usd in asked) or row.count < 1:
@@ -88,7 +100,7 @@ def _read(path: Path) -> tuple[Price, ...]:
         Price(
             provider=row["provider"],
             instance=row["instance"],
-            device=row["device"],
+            device=_known(row["device"]),
             count=int(row["count"]),
             region=row["region"],
             on_demand_usd_per_hour=float(row["on_demand_usd_per_hour"]),
@@ -101,6 +113,14 @@ def _read(path: Path) -> tuple[Price, ...]:
     )
 
 
+def _known(device: str) -> str:
+    """A card's own name, however it is written; ValueError for a card that no plan could be of."""
+    card = find_card(device)
+    if card is None:
+        raise ValueError(f"device '{device}' is no card of hardware.csv")
+    return card.name
+
+
 def price(
     device: str,
     *,
@@ -108,12 +128,15 @@ def price(
     pick: Literal["median", "cheapest"] = "median",
     usd_per_hour: float | None = None,
     table: Sequence[Price] | None = None,
+    number: int | None = None,
 ) -> Price | None:
     """What one hour of a device costs, and which offer that is; None if no price is known.
 
     Of the device's offers only those of the newest reading count (within 90 days of it), and of these the
-    one at the (lower) median on-demand price, or the cheapest. `usd_per_hour` is the user's own price of one
-    device and overrides all.
+    one at the (lower) median on-demand price, or the cheapest. Of a `number` of devices the machines are let
+    whole: instead of one that they do not fill the offer next to it in price that they do; where there is
+    none, what is left of it is `idle` and paid for too. `usd_per_hour` is the user's own price of one device
+    and overrides all.
     """
     if usd_per_hour is not None:
         return Price("given", "", device, 1, "", usd_per_hour, None, date.today(), "by the user")
@@ -122,17 +145,29 @@ def price(
         return None
     rows = [row for row in (prices() if table is None else table) if provider in (None, row.provider)]
     offers = [row for row in rows if row.device == card.name]
-    return _pick(offers, pick) if offers else None
+    return _pick(offers, pick, number) if offers else None
 
 
-def _pick(offers: list[Price], pick: str) -> Price:
+def _pick(offers: list[Price], pick: str, number: int | None) -> Price:
     newest = max(row.as_of for row in offers)
     fresh = [row for row in offers if row.age_days(newest) <= STALE_DAYS]
-    by_cost = sorted(fresh, key=lambda row: row.usd_per_device_hour)
-    middle = statistics.median_low(range(len(by_cost)))
-    chosen = by_cost[middle if pick == "median" else 0]
-    choice = f"{pick} of {len(by_cost)} offers" if len(by_cost) > 1 else "the only offer"
-    return replace(chosen, picked=chosen.picked or choice)
+    if pick == "cheapest" or fresh[0].picked.startswith("cheapest"):
+        chosen = min(fresh, key=lambda row: _usd_of(row, number or row.count))
+    else:
+        by_cost = sorted(fresh, key=lambda row: row.usd_per_device_hour)
+        chosen = by_cost[statistics.median_low(range(len(by_cost)))]
+        filled = [row for row in fresh if number and row.paid_for(number) == number]
+        if filled and chosen not in filled:
+            middle = chosen.usd_per_device_hour
+            chosen = min(filled, key=lambda row: abs(row.usd_per_device_hour - middle))
+    choice = f"{pick} of {len(fresh)} offers" if len(fresh) > 1 else "the only offer"
+    idle = chosen.paid_for(number) - number if number else 0
+    return replace(chosen, picked=chosen.picked or choice, idle=idle)
+
+
+def _usd_of(row: Price, number: int) -> float:
+    """What one of so many devices costs for an hour, idle ones beside them included."""
+    return row.usd_per_device_hour * row.paid_for(number) / number
 
 
 def offers_of(device: str, table: Sequence[Price] | None = None) -> list[Price]:
@@ -153,7 +188,8 @@ def choose(
     spot: bool = False,
     cheapest: bool = False,
 ) -> tuple[Price, ...]:
-    """The offers of a provider, in regions whose names begin so, at spot prices, only each device's cheapest.
+    """The offers of a provider, in regions whose names begin so, at spot prices, only each device's cheapest
+    (for one device or for a machine of them).
 
     InputError where no offer is left, with what there is.
     """
@@ -174,16 +210,27 @@ def choose(
             raise InputError("--spot", mend="none of these offers has a spot price: leave --spot away")
     if not cheapest:
         return tuple(held)
-    best = [offers_of(device, held)[0] for device in dict.fromkeys(row.device for row in held)]
+    offers = [offers_of(device, held) for device in dict.fromkeys(row.device for row in held)]
     return tuple(
-        replace(row, picked=f"cheapest of {len(offers_of(row.device, held))} offers") for row in best
+        replace(row, picked=f"cheapest of {len(rows)} offers") for rows in offers for row in _unbeaten(rows)
     )
+
+
+def _unbeaten(rows: Sequence[Price]) -> Iterator[Price]:
+    """Of offers from the cheapest on those that are the cheapest for some number of devices: a dearer one is
+    worth it where it is let in smaller machines.
+    """
+    least = math.inf
+    for row in rows:
+        if row.count < least:
+            least = row.count
+            yield row
 
 
 def _at_spot(row: Price) -> Price:
     """An offer at its spot price, which may end at any time."""
     usd = row.spot_usd_per_hour or 0.0
-    return replace(row, instance=f"{row.instance} (spot)", on_demand_usd_per_hour=usd, spot_usd_per_hour=None)
+    return replace(row, instance=f"{row.instance}{SPOT}", on_demand_usd_per_hour=usd, spot_usd_per_hour=None)
 
 
 PROVIDERS = ("aws", "azure", "gcp", "lambdalabs", "nebius", "oci", "runpod")

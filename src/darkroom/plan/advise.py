@@ -11,7 +11,7 @@ from typing import Any
 from darkroom.bill import format_number
 from darkroom.errors import InputError
 from darkroom.hardware.cards import cards
-from darkroom.plan.ask import USUAL_PRECISION, ask_recipe, plans
+from darkroom.plan.ask import USUAL_PRECISION, ask_recipe, going_round, plans
 from darkroom.plan.cost import over_limits
 from darkroom.plan.jobs import Plan, PrepareJob, Where, plan_preparing
 from darkroom.plan.phases import without_limits
@@ -31,6 +31,7 @@ class Option:
     plan: Plan
     more_hours: float = 0.0  # encoding beforehand
     more_usd: float | None = 0.0  # None: no price is known of what encodes
+    more_device_hours: float = 0.0
     encoding: Plan | None = None
     asked: PlanRequest | None = None  # what was planned, to plan it again with another micro-batch
     target: Target | None = None
@@ -45,9 +46,8 @@ class Option:
 
     @property
     def device_hours(self) -> float:
-        """Of the training devices, and of encoding beforehand."""
-        before = self.encoding.cost.device_hours if self.encoding and self.more_hours else 0.0
-        return self.plan.cost.device_hours + before
+        """Of the training devices, and of those that encode beforehand or meanwhile."""
+        return self.plan.cost.device_hours + self.more_device_hours
 
     @property
     def price(self) -> float:
@@ -251,10 +251,9 @@ def _smaller_batches(best: Option) -> Iterator[Option]:
     while micro:
         (plan,) = plans(asked.remade({"micro_batch": micro}), target)
         settings = {**best.settings, "micro_batch": str(plan.batch["micro"])}
-        more = best.more_usd
-        if more is not None and best.settings["encode"] == "online":  # those run as long as the training
-            more *= plan.hours / best.plan.hours
-        yield replace(best, settings=settings, plan=plan, more_usd=more)
+        smaller = replace(best, settings=settings, plan=plan)
+        # Encoders next to the training run as long as it does, and as many as keep up with it.
+        yield _with_encoding(smaller, asked, target) if best.settings["encode"] == "online" else smaller
         micro //= 2
 
 
@@ -301,7 +300,7 @@ def _training_options(
                 changes.append(f"data.encode={stored_or_online}")
             say(f"counting {' '.join(changes)}")
             variant = ask_recipe(recipe, [*overrides, *changes], phase=phase)
-            for number, mode in itertools.product([n for n in numbers if n <= fixed["global_batch"]], modes):
+            for number, mode in itertools.product(going_round([asked], numbers), modes):
                 if number > 1 or mode == modes[0]:
                     where = replace(target, count=number, mode=mode)
                     for plan in plans(variant, where):
@@ -323,29 +322,43 @@ def _with_encoding(option: Option, asked: PlanRequest, target: Target) -> Option
         return option
     samples, pictures = _samples(asked)
     if encode == "stored":
-        encoding = _encoding(asked, option.plan.device, pictures, target, option.plan.count)
-        more = encoding.cost.usd
-        priced = "no price known" if more is None else usd(more)
-        note = f"encoding {pictures:,} pictures first: {hours(encoding.hours)}, {priced}"
-        return replace(option, more_hours=encoding.hours, more_usd=more, encoding=encoding, notes=(note,))
+        encoding = _encoding(asked, option.plan.device, pictures, target, option.plan.count, own=True)
+        note = f"encoding {pictures:,} pictures first: {hours(encoding.hours)}, {_money(encoding.cost.usd)}"
+        return replace(
+            option,
+            more_hours=encoding.hours,
+            more_usd=encoding.cost.usd,
+            more_device_hours=encoding.cost.device_hours,
+            encoding=encoding,
+            notes=(note,),
+        )
     encoding = _encoding(asked, ENCODER_CARD, samples, target, 1)
     number = max(1, -(-option.plan.images_per_s // encoding.images_per_s))
-    spent = (encoding.cost.usd_per_device_hour or 0.0) * number * option.plan.hours
-    note = f"{number:.0f} x {ENCODER_CARD} encode meanwhile: {usd(spent)}"
-    return replace(option, more_usd=spent, encoding=encoding, notes=(note,))
+    each, taken = encoding.cost.usd_per_device_hour, number * option.plan.hours
+    spent = None if each is None else each * taken
+    note = f"{number:.0f} x {ENCODER_CARD} encode meanwhile: {_money(spent)}"
+    return replace(option, more_usd=spent, more_device_hours=taken, encoding=encoding, notes=(note,))
 
 
-def _encoding(asked: PlanRequest, device: str, pictures: int, target: Target, count: int) -> Plan:
+def _money(spent: float | None) -> str:
+    return "no price known" if spent is None else usd(spent)
+
+
+def _encoding(
+    asked: PlanRequest, device: str, pictures: int, target: Target, count: int, *, own: bool = False
+) -> Plan:
+    """Encoding so many pictures: on the training's `own` machines, or on others of their own price."""
     settings = asked.settings
-    own = target.gpu == "here" and device != ENCODER_CARD
-    where: Where = here(target) if own else place(cards()[device], replace(target, count=count))
+    where: Where = (
+        here(target) if own and target.gpu == "here" else place(cards()[device], replace(target, count=count))
+    )
     profile = preparing_profile(
         settings["base"], settings["resolution"], settings["stores_text"], USUAL_PRECISION, settings["vae"]
     )
-    price = None if device == ENCODER_CARD else target.usd_per_hour
+    price = target.usd_per_hour if own else None  # said of the card that trains
     job = PrepareJob("prepare", pictures)
     software = Software(precision=USUAL_PRECISION, channels_last=False)
-    return plan_preparing(profile, job, where, software, usd_per_hour=price)
+    return plan_preparing(profile, job, where, software, usd_per_hour=price, prices=target.prices)
 
 
 def _reasons(best: Option, options: Sequence[Option], by: str) -> Iterator[str]:

@@ -104,7 +104,7 @@ def _plan_on(asked: PlanRequest, where: Where, target: Target) -> Plan:
     offers = (
         ()
         if target.usd_per_hour is not None
-        else listed(where.card, where.cores, plan.cost.device_hours, target.prices)
+        else listed(where.card, where.cores, plan.cost.device_hours, target.prices, number=plan.count)
     )
     plan = with_intervals(replace(plan, offers=offers), where, software)
     notes = (*software_notes(target, where, software), *unsourced(where.card))
@@ -139,13 +139,23 @@ def counts(text: str) -> list[int]:
     return found if found[-1] == high else [*found, high]
 
 
+def going_round(asked: Sequence[PlanRequest], numbers: Sequence[int]) -> list[int]:
+    """The numbers of devices that every job's batch can be dealt out to; where none is, the first, whose plan
+    says why.
+    """
+    batches = [one.settings["global_batch"] for one in asked if one.settings]
+    return [n for n in numbers if not any(batch % n for batch in batches)] or list(numbers[:1])
+
+
 def compared(asked: PlanRequest, target: Target, numbers: Sequence[int]) -> list[Plan]:
     """The plans of several numbers of devices, as far as the batch goes round: on one card in their order, on
     all cards the cheapest first.
     """
-    batch = asked.settings.get("global_batch")
-    going = [number for number in numbers if batch is None or number <= batch] or numbers[:1]  # says why not
-    found = [plan for number in going for plan in plans(asked, replace(target, count=number))]
+    found = [
+        plan
+        for number in going_round([asked], numbers)
+        for plan in plans(asked, replace(target, count=number))
+    ]
     return sorted(found, key=_order) if target.several else found
 
 
@@ -164,7 +174,7 @@ def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None =
     text = text_of(path)
     runs = runs_of("\n".join([text, *overrides]), path.parent)
     key = {"recipe": text, "overrides": list(overrides), "phase": phase, "runs": runs}
-    settings = cached({**key, "settings": 9}, lambda: settings_of(*read_phase(path, overrides, phase)))
+    settings = cached({**key, "settings": 10}, lambda: settings_of(*read_phase(path, overrides, phase)))
     settings["rows"] = rows_of(settings["store"])
 
     def count(precision: str, gpu: bool) -> Profile:
@@ -184,6 +194,7 @@ def mends_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
         "train.gradient_checkpointing=true": not settings["checkpointing"],
         "train.precision=bf16": settings["precision"] == "float32",
         f"task={tuned}": bool(tuned),
+        "model.base_precision=nf4": settings["packs"],
         "optim.name=adamw8bit": settings["optimiser"] == "adamw" and not adapted,
         f"data.resolution={settings['resolution'] // 2}": settings["resolution"] >= 512,
     }
@@ -223,6 +234,7 @@ def _asked_training(
         settings.get("rows"),
         settings["reads"],
         mends_of(settings),
+        settings["gradient_bytes"],
     )
 
     def plan(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from darkroom.hardware.cards import Card, StoragePrice
-from darkroom.hardware.prices import Price, offers_of, price
+from darkroom.hardware.prices import SPOT, Price, offers_of, price
 
 PUE = (
     1.3  # power of the building over that of the machines: between hyperscalers' 1.1 and the 1.55 of a survey
@@ -30,6 +30,7 @@ class Cost:
     kwh: float
     kg_co2e: float
     provider: str | None = None
+    at_spot: bool = False  # `usd` is of a machine that may be taken away
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,14 @@ def cost(
     *,
     cores: int = 1,
     offer: Price | None,
+    number: int = 1,
     kg_per_kwh: float = KG_CO2E_PER_KWH,
 ) -> Cost:
-    """Device-hours on a card in money and energy. Energy is of rated power, host and building included."""
+    """Device-hours of a `number` of cards in money and energy. Machines are let whole. Energy is of rated
+    power, host and building included.
+    """
     units = cores if card.unit == "core" else 1
-    sold = 1 if offer is None else _sold(card, cores, offer)
+    sold = 1.0 if offer is None else _sold(card, cores, offer, number)
     per_hour = None if offer is None else offer.usd_per_device_hour * sold
     spot = None if offer is None or offer.spot_usd_per_device_hour is None else offer.spot_usd_per_device_hour
     kwh = device_hours * card.power_w * units * (1 + HOST_SHARE) * PUE / 1000
@@ -83,25 +87,28 @@ def cost(
         kwh=kwh,
         kg_co2e=kwh * kg_per_kwh,
         provider=None if offer is None else offer.provider,
+        at_spot=offer is not None and offer.instance.endswith(SPOT),
     )
 
 
-def _sold(card: Card, cores: int, offer: Price) -> int:
-    """What a device is sold as: a table's price is of a virtual CPU, of which a core may be two; the user's
-    own is of the whole device.
+def _sold(card: Card, cores: int, offer: Price, number: int) -> float:
+    """What a device is sold as: a table's price is of a virtual CPU, of which a core may be two, or of a card
+    of a machine that is let whole; the user's own is of the device.
     """
-    if offer.provider == "given" or card.kind != "cpu":
-        return 1
+    if offer.provider == "given":
+        return 1.0
+    if card.kind != "cpu":
+        return offer.paid_for(number) / number
     return (cores if card.unit == "core" else 1) * offer.threads_per_core
 
 
 def listed(
-    card: Card, cores: int, device_hours: float, table: Sequence[Price] | None = None
+    card: Card, cores: int, device_hours: float, table: Sequence[Price] | None = None, *, number: int = 1
 ) -> tuple[dict[str, Any], ...]:
-    """What device-hours cost at every offer of the card, the cheapest first."""
+    """What device-hours of a `number` of cards cost at every offer of the card, the cheapest first."""
     found = []
     for one in offers_of(card.name, table):
-        sold = _sold(card, cores, one)
+        sold = _sold(card, cores, one, number)
         spot = one.spot_usd_per_device_hour
         found.append(
             {
@@ -115,7 +122,7 @@ def listed(
                 "source": one.source,
             }
         )
-    return tuple(found)
+    return tuple(sorted(found, key=lambda one: one["usd"]))
 
 
 def over_limits(
@@ -132,6 +139,8 @@ def over_limits(
     return tuple(over)
 
 
-def offer_for(card: Card, usd_per_hour: float | None, table: Sequence[Price] | None = None) -> Price | None:
-    """The price that counts: the user's own, else the median of the newest offers."""
-    return price(card.name, usd_per_hour=usd_per_hour, table=table)
+def offer_for(
+    card: Card, usd_per_hour: float | None, table: Sequence[Price] | None = None, *, number: int = 1
+) -> Price | None:
+    """The price that counts for so many cards: the user's own, else the median of the newest offers."""
+    return price(card.name, usd_per_hour=usd_per_hour, table=table, number=number)

@@ -16,7 +16,7 @@ from darkroom.plan.ask import ask_generate, ask_recipe_object, plans
 from darkroom.plan.jobs import MOST_ROWS, Plan
 from darkroom.plan.pictures import PictureSettings
 from darkroom.plan.show import gb, hours, seconds, usd
-from darkroom.plan.targets import PlanRequest, Target, chosen_cards, fast_precision
+from darkroom.plan.targets import PlanRequest, Target, chosen_cards, fast_precision, here
 from darkroom.recipe.read import make_recipe
 
 RESOLUTIONS = {"sd15": (256, 512, 768), "sd2": (256, 512, 768), "sdxl": (512, 768, 1024, 1536)}
@@ -25,10 +25,11 @@ SMALLER = (64, 128)  # of a model that is none of these
 STEPS = 1000  # of training, to compare by
 CHECKPOINTED = {"train.gradient_checkpointing": "true"}
 EIGHT_BIT = {**CHECKPOINTED, "optim.name": "adamw8bit"}
+FOUR_BITS = {**CHECKPOINTED, "model.base_precision": "nf4"}
 TASKS: dict[str, tuple[Mapping[str, str], ...]] = {
-    "lora": ({}, CHECKPOINTED),
-    "dreambooth-lora": ({}, CHECKPOINTED),
-    "textual-inversion": ({}, CHECKPOINTED),
+    "lora": ({}, CHECKPOINTED, FOUR_BITS),
+    "dreambooth-lora": ({}, CHECKPOINTED, FOUR_BITS),
+    "textual-inversion": ({}, CHECKPOINTED, FOUR_BITS),
     "finetune": (CHECKPOINTED, EIGHT_BIT),
 }
 
@@ -132,13 +133,17 @@ class CardFits:
         }
 
 
-def what_fits(name: str, model: str, say: Callable[[str], None] = lambda _: None) -> CardFits:
-    """Every task of a model on a card. InputError for a card that nobody knows, or several."""
-    (card, *more) = chosen_cards(name)
+def what_fits(
+    name: str, model: str, say: Callable[[str], None] = lambda _: None, *, on: Target | None = None
+) -> CardFits:
+    """Every task of a model on a card, at the prices and in the precision of `on`. InputError for a card that
+    nobody knows, or several.
+    """
+    target = replace(on or Target(), gpu=name)
+    (card, *more) = [here(target).card] if name == "here" else chosen_cards(name)
     if more:
         raise InputError(f"--fits {name}", allowed="one card")
-    target = Target(gpu=card.name)
-    half = fast_precision(card)
+    half = fast_precision(card) if target.precision == "auto" else target.precision
     found = [_pictures(model, target, half)]
     for task, variants in TASKS.items():
         say(f"{task} ...")

@@ -125,6 +125,7 @@ class TrainJob:
     rows: int | None = None  # pictures in the store
     reads: Sequence[str] = ()  # of the store at each step: latents, text
     mends: Sequence[str] = ()  # settings that take less memory and are not set already
+    gradient_bytes: int = 4  # of a number as processes send it to each other
 
 
 def largest_rows(profile: Profile, where: Where, *, accumulate: bool = False, most: int = MOST_ROWS) -> int:
@@ -159,14 +160,14 @@ def plan_training(
     rows = _rows_a_device(job, where.cluster)
     largest = largest_rows(profile, where)
     micro, fits = _micro_batch(profile, job, where, rows)
-    step = step_seconds(profile, where, software, micro=micro, rows=rows)
+    step = step_seconds(profile, where, software, micro=micro, rows=rows, gradient_bytes=job.gradient_bytes)
     reading = _data_seconds(profile, job, where, rows)
     step += TimeBreakdown(data=max(0.0, reading - step.total))  # threads read ahead
     plan = _plan(
         profile,
         where,
         software,
-        offer_for(where.card, usd_per_hour, prices),
+        offer_for(where.card, usd_per_hour, prices, number=where.cluster.count),
         job=job.name,
         fits=fits,
         batch={"global": job.global_batch, "micro": micro, "accumulation": -(-rows // micro)},
@@ -222,7 +223,7 @@ def _plan(
         machine=where.cluster.describe(where.card) if where.cluster.count > 1 else "",
         step_s=_split(seconds),
         mfu=known["flops_an_image"] * known["images_per_s"] / peak,
-        cost=cost(where.card, device_hours, cores=where.cores, offer=offer),
+        cost=cost(where.card, device_hours, cores=where.cores, offer=offer, number=where.cluster.count),
         **known,
     )
 
@@ -234,7 +235,12 @@ def _rows_a_device(job: TrainJob, cluster: ClusterSpec) -> int:
             allowed=f"at most {job.global_batch} devices",
             mend="raise train.global_batch",
         )
-    return -(-job.global_batch // cluster.count)
+    if job.global_batch % cluster.count:  # as `darkroom train` refuses it
+        raise InputError(
+            f"{cluster.count} devices for a global batch of {job.global_batch}",
+            allowed="a number that divides it, so that each has as many pictures",
+        )
+    return job.global_batch // cluster.count
 
 
 def _micro_batch(profile: Profile, job: TrainJob, where: Where, rows: int) -> tuple[int, bool]:
@@ -348,7 +354,7 @@ def plan_generating(
         profile,
         where,
         software,
-        offer_for(where.card, usd_per_hour, prices),
+        offer_for(where.card, usd_per_hour, prices, number=where.cluster.count),
         job=job.name,
         fits=fits,
         batch={"batch": job.batch},
@@ -359,7 +365,7 @@ def plan_generating(
         largest_micro_batch=largest,
         seconds=seconds,
         images_per_s=rate,
-        hours=job.pictures / rate / 3600,
+        hours=max(job.pictures / rate, seconds.total) / 3600,  # nothing is done before a whole batch
         sizes_bytes={},
         notes=() if fits else (f"does not fit: at most {largest} pictures at once",),
     )
@@ -408,7 +414,7 @@ def plan_preparing(
         profile,
         where,
         software,
-        offer_for(where.card, usd_per_hour, prices),
+        offer_for(where.card, usd_per_hour, prices, number=where.cluster.count),
         job=job.name,
         fits=largest > 0,
         batch={"batch": batch},
@@ -418,7 +424,7 @@ def plan_preparing(
         largest_micro_batch=largest,
         seconds=seconds,
         images_per_s=rate,
-        hours=job.pictures / rate / 3600,
+        hours=max(job.pictures / rate, seconds.total) / 3600,  # nothing is done before a whole batch
         sizes_bytes={
             "latents": float(facts["latent_bytes_a_row"] * job.pictures),
             "text": float(facts["text_bytes_a_row"] * job.pictures),

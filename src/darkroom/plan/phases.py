@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from darkroom.plan.ask import able_cards, plans
+from darkroom.plan.ask import able_cards, going_round, plans
 from darkroom.plan.cost import over_limits
 from darkroom.plan.jobs import Plan
 from darkroom.plan.show import gb, hours, to_dict, usd
@@ -91,11 +91,9 @@ def compared(asked: Sequence[PlanRequest], target: Target, numbers: Sequence[int
     """All phases on each number of devices, as far as the batch of every phase goes round: on one card in
     their order, on all cards the cheapest first; what does not fit or keep the limits comes last.
     """
-    most = min(int(one.settings["global_batch"]) for one in asked)
-    going = [number for number in numbers if number <= most] or numbers[:1]  # which says why not
     on_all = target.several
     found = []
-    for number in going:
+    for number in going_round(asked, numbers):
         one = replace(target, count=number)
         names = [card.name for card in able_cards(asked[0], one)] if on_all else [target.gpu]
         found += [together(asked, replace(one, gpu=name)) for name in names]

@@ -13,7 +13,13 @@ from darkroom.recipe.sections import VAE_TASKS
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from darkroom.recipe.sections import DataSettings, ModelSettings, Recipe
+    from darkroom.recipe.sections import (
+        AdapterSettings,
+        DataSettings,
+        ModelSettings,
+        Recipe,
+        TrainSettings,
+    )
 
 
 def encodes(task: str, data: DataSettings) -> bool:
@@ -24,12 +30,16 @@ def encodes(task: str, data: DataSettings) -> bool:
 
 
 NO_EFFECT: dict[str, tuple[str, ...]] = {
-    "train": ("steps", "global_batch", "micro_batch", "precision", "device", "seed", "log_every"),
+    "train": (
+        *("steps", "global_batch", "micro_batch", "precision", "device", "seed", "log_every"),
+        *("compile", "tf32", "cudnn_benchmark"),
+    ),
     "optim": ("warmup_steps", "decay", "final_lr_ratio"),
     "data": ("filter", "holdout", "workers", "ahead"),
     "sample": ("seed", "steps", "solver"),
 }
-"""What changes neither an operation of a step nor a tensor; precision and batch are asked for apart."""
+"""What changes neither an operation of a step nor a tensor; precision, batch and what kernels are computed by
+(compile, tf32) are asked for apart."""
 NO_EFFECT_SECTIONS = ("parallel", "checkpoint", "evaluate", "track", "budget")
 RATES = ("unet_lr", "text_encoder_lr", "text_encoder_2_lr", "loraplus_lr_ratio")
 """Where one of these is said, the rate decides which weights are stepped together."""
@@ -79,6 +89,9 @@ def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
         "node_devices": None if parallel.devices == "auto" else parallel.devices,
         "shard": parallel.shard if parallel.mode == "fsdp" else "grads",
         "channels_last": train.channels_last,
+        "compile": train.compile != "none",
+        "tf32": train.tf32,
+        "gradient_bytes": 2 if parallel.reduce == "bf16" else 4,  # between processes
         "task": recipe.task,
         "steps": train.steps,
         "global_batch": train.global_batch,
@@ -88,6 +101,7 @@ def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
         "store": getattr(recipe.data, "store", None),
         "pictures": None if recipe.data.class_prompt else recipe.data.folder or recipe.data.instance,
         "base": str(recipe.model.base),
+        "packs": recipe.frozen_unet and _packs(recipe.model, train, recipe.adapter),
         "vae": vae if isinstance(vae, str) else None,
         "resolution": recipe.data.resolution,
         "encode": recipe.data.encode,
@@ -96,6 +110,12 @@ def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
         "checkpointing": train.gradient_checkpointing,
         "aligns": train.align.extractor is not None,
     }
+
+
+def _packs(model: ModelSettings, train: TrainSettings, adapter: AdapterSettings | None) -> bool:
+    """Whether model.base_precision would take less memory of a frozen U-Net: it is allowed and not said."""
+    kind = "lora" if adapter is None else adapter.kind
+    return model.base_precision is None and train.compile == "none" and kind in ("lora", "loha", "lokr")
 
 
 def _reads(task: str, data: DataSettings, stores_text: bool) -> list[str]:

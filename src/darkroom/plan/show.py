@@ -129,7 +129,8 @@ def _money(plan: Plan) -> str:
     spread = plan.intervals.get
     spot = "" if cost.usd_spot is None else f", {usd(cost.usd_spot, spread('usd_spot'))} spot"
     old = " (OLD: read it again)" if cost.price_is_old else ""
-    return f"{usd(cost.usd, spread('usd'))} on demand{spot}; {cost.price}{old}"
+    kind = "spot: it may be taken away" if cost.at_spot else f"on demand{spot}"
+    return f"{usd(cost.usd, spread('usd'))} {kind}; {cost.price}{old}"
 
 
 def comparison(found: Sequence[Plan]) -> list[dict[str, Any]]:

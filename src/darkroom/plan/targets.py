@@ -115,7 +115,10 @@ def software_of(asked: PlanRequest, target: Target, where: Where) -> Software:
         raise InputError(f"--precision {quantised}", allowed="generate and serve: training has no such step")
     precision = fast_precision(where.card) if quantised else choose_precision(asked, target, where.card)
     channels_last = target.software != "diffusers" and asked.channels_last(precision, where)
+    tf32 = target.tf32 or bool(asked.settings.get("tf32"))
     engine = SOFTWARE[target.software][0] or target.engine
+    if engine == "eager" and asked.settings.get("compile"):
+        engine = "compile"
     if quantised and where.card.kind == "cpu" and quantised in where.card.flops:
         engine = "compile"  # OpenVINO, which fuses what follows a product
     return Software(
@@ -123,7 +126,9 @@ def software_of(asked: PlanRequest, target: Target, where: Where) -> Software:
         engine=engine,
         channels_last=channels_last,
         attention=asked.attention,
-        matmul_tf32=target.tf32,
+        matmul_tf32=tf32,
+        # A run lets convolutions round only where train.tf32 says so; else cuDNN's own default holds.
+        conv_tf32=tf32 if asked.settings else True,
         quantised=quantised,
     )
 

@@ -264,9 +264,9 @@ def _plan_served(
     plan = plan_generating(widest, job, whole, software, usd_per_hour=usd_per_hour, prices=prices)
     flops = sum(_flops(request, profiles[request.size]) for request in requests) / len(requests)
     worth = flops * rate / (plan.flops_an_image * plan.images_per_s)
-    offer = offer_for(where.card, usd_per_hour, prices)
+    offer = offer_for(where.card, usd_per_hour, prices, number=served.devices)
     paid = served.devices * served.on / max(1, served.simulated)
-    hour = cost(where.card, paid, cores=where.cores, offer=offer)
+    hour = cost(where.card, paid, cores=where.cores, offer=offer, number=served.devices)
     return replace(
         plan,
         batch={"pictures at once": served.most_at_once},

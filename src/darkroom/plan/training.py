@@ -51,7 +51,11 @@ CPU = torch.device("cpu")
 
 
 def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
-    """Count a recipe's step in a precision (float32, bf16, fp16), as a GPU or a CPU computes it."""
+    """Count a recipe's step in a precision (float32, bf16, fp16), as a GPU or a CPU computes it.
+
+    Of a step that is compiled what it is compiled from is counted.
+    """
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": "none"})})
     data, side = recipe.data, recipe.data.resolution
     model = outline(recipe.task, recipe.model, recipe.objective, side)
     if recipe.model.word is not None:

@@ -126,6 +126,7 @@ RESTS_ON = {
 }
 MEMORY = ("peak VRAM (Vertex)", "memory (Lambda)")
 LEFT_OUT = Path(__file__).with_name("left_out.json")
+LEFT_OUT_SPREAD = Path(__file__).with_name("left_out_spread.json")
 
 
 @cache
@@ -133,6 +134,13 @@ def unseen(name: str) -> Efficiency:
     """The constants for a table: those that saw none of its rows (left_out.json, written by fit.py)."""
     values = json.loads(LEFT_OUT.read_text(encoding="utf-8")).get(name, [])
     return efficiency().with_values({(key, where): value for key, where, value in values})
+
+
+@cache
+def unseen_spread(name: str) -> dict[str, float]:
+    """The widths of intervals for a table: fitted on the other tables' errors (left_out_spread.json)."""
+    found: dict[str, dict[str, float]] = json.loads(LEFT_OUT_SPREAD.read_text(encoding="utf-8"))
+    return {**spread(), **found.get(name, {})}
 
 
 def table(name: str) -> PublishedTable:
@@ -341,7 +349,8 @@ def inside(found: PublishedTable, known: Efficiency) -> float:
 
 
 def _half(table: str, row: PublishedValue, known: Efficiency) -> float:
+    widths = unseen_spread(table)
     if table in MEMORY:
-        return spread()["memory gpu"]
-    own = half_width(spread(), shares(row, known))
-    return math.hypot(own, spread()["untried format"]) if table.startswith("TensorRT") else own
+        return widths["memory gpu"]
+    own = half_width(widths, shares(row, known))
+    return math.hypot(own, widths["untried format"]) if table.startswith("TensorRT") else own
