@@ -433,6 +433,12 @@ class Aside:
             self.busy = False
             self._next()
 
+    def settle(self) -> None:
+        """There is no device to wait for."""
+
+    def taken(self, tensors: Any) -> None:
+        """Nor memory of a stream."""
+
     def close(self, _: float = 0) -> bool:
         return True
 

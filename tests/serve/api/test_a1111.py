@@ -28,7 +28,7 @@ QUICK = {"steps": 4, "seed": 5}
 def test_txt2img_is_what_generate_makes_and_tells_its_seeds(http, small):
     body = {
         **QUICK,
-        "prompt": "a (red:1.4) horse",
+        "prompt": "a (red:4) horse",
         "negative_prompt": "blue",
         "cfg_scale": 6,
         "batch_size": 2,
@@ -39,7 +39,7 @@ def test_txt2img_is_what_generate_makes_and_tells_its_seeds(http, small):
     told = http.post("/sdapi/v1/txt2img", json=body).json()
     lone = sample.generate(
         small,
-        "a (red:1.4) horse",
+        "a (red:4) horse",
         negative="blue",
         steps=4,
         seed=5,
@@ -56,7 +56,7 @@ def test_txt2img_is_what_generate_makes_and_tells_its_seeds(http, small):
     info = json.loads(told["info"])
     assert info["all_seeds"] == [5, 6]
     assert info["infotexts"][0].startswith(
-        "a (red:1.4) horse\nNegative prompt: blue\nSteps: 4, Sampler: DPM++ 2M"
+        "a (red:4) horse\nNegative prompt: blue\nSteps: 4, Sampler: DPM++ 2M"
     )
     plain = http.post("/sdapi/v1/txt2img", json={**body, "prompt": "a red horse", "batch_size": 1}).json()
     assert difference(opened(plain["images"][0]), lone[0].image) >= 3  # the weight is of effect

@@ -67,6 +67,7 @@ def _solvers() -> bytes:
         "// Made by the server. A1111's names in small letters: darkroom's, and the other way round.",
         f"export const SOLVERS = {json.dumps(solvers)};",
         f"export const SOLVER_NAMES = {json.dumps(options.A1111_NAMES)};",
+        f"export const AUTOMATIC = {json.dumps(options.A1111_AUTOMATIC)};",
     ]
     return "\n".join(lines).encode()
 

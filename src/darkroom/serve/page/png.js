@@ -1,6 +1,6 @@
 // The settings that a PNG carries in its text chunks: darkroom's own, or A1111's.
 
-import { SOLVERS } from "./solvers.js";
+import { AUTOMATIC, SOLVERS } from "./solvers.js";
 
 const UPSCALERS = { "latent": "latent", "latent (bilinear)": "latent", "lanczos": "lanczos" };
 // What A1111's text says that is restored, or that says nothing of the settings.
@@ -120,10 +120,10 @@ function sampled(facts, number, lost) {
   const solver = SOLVERS[plain] ?? (plain || undefined);
   const skip = number("clip skip");
   if (solver !== "ddim" && facts.eta !== undefined) lost.push(`eta ${facts.eta}`);
-  if (type === "automatic" && ["dpmpp_2m_sde", "dpmpp_3m_sde"].includes(solver)) lost.push("schedule exponential");
-  const automatic = type === "automatic" && ["dpmpp_2m", "dpmpp_sde"].includes(solver); // Karras to A1111
+  const sigmas = type === "automatic" ? AUTOMATIC[solver] : undefined;
+  if (sigmas === "exponential") lost.push("schedule exponential");
   return {
-    solver, karras: plain !== name || type === "karras" || automatic || (type === "uniform" ? false : undefined),
+    solver, karras: plain !== name || type === "karras" || sigmas === "karras" || (type === "uniform" ? false : undefined),
     eta: solver === "ddim" ? number("eta ddim") ?? number("eta") : undefined, guidance_rescale: number("cfg rescale"),
     clip_skip: skip === undefined ? undefined : Math.max(0, skip - 1), // A1111 counts the last layer as 1
   };
