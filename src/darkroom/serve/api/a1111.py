@@ -13,7 +13,6 @@ import io
 import json
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -103,7 +102,7 @@ class Txt2Img(BaseModel):
             prompt=self.prompt,
             model=self._model(core, chosen),
             negative=self.negative_prompt or None,
-            num=min(1000, (self.batch_size or 1) * (self.n_iter or 1)),
+            num=self._num(core),
             seed=None if self.seed in (-1, None) else self.seed,
             width=self.width,
             height=self.height,
@@ -117,6 +116,13 @@ class Txt2Img(BaseModel):
             hires=self._hires(core),
             controls=tuple(unit.choice() for unit in units_of(self.alwayson_scripts)),
         )
+
+    def _num(self, core: Core) -> int:
+        num = (self.batch_size or 1) * (self.n_iter or 1)
+        if num > core.limits.pictures:
+            message = f"batch_size times n_iter: at most {core.limits.pictures} pictures"
+            raise Refused(422, "over_limit", message, param="batch_size")
+        return num
 
     def uploads(self, core: Core, card: ModelCard) -> Uploads | None:
         """The pictures of the ControlNet extension's units. Takes a while."""
@@ -409,9 +415,8 @@ def _error(refused: Refused) -> dict[str, Any]:
 async def _answer(
     core: Core, body: Txt2Img, wanted: PictureRequest, request: Request, uploads: Uploads | None
 ) -> dict[str, Any]:
-    ids = [f"{PREFIX}{uuid.uuid4().hex}"]
     try:
-        [job] = await all_made(core, request, [wanted], uploads=uploads, ids=ids)
+        [job] = await all_made(core, request, [wanted], uploads=uploads, prefix=PREFIX)
     except Refused as refused:
         if refused.param != "image":
             raise

@@ -10,6 +10,7 @@ import asyncio
 import re
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request
 from PIL import Image, ImageOps
 from pydantic import BaseModel, ConfigDict, Field
@@ -144,9 +145,10 @@ _LANCZOS = Image.Resampling.LANCZOS
 
 def _filled(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     """The whole picture, on the colour of its border in the middle."""
-    border = [image.getpixel((x, y)) for x in range(image.width) for y in (0, image.height - 1)]
-    border += [image.getpixel((x, y)) for y in range(image.height) for x in (0, image.width - 1)]
-    colour = tuple(sorted(one[i] for one in border)[len(border) // 2] for i in range(3))  # type: ignore[index]
+    pixels_HW3 = np.asarray(image)
+    border_N3 = np.concatenate([pixels_HW3[[0, -1]].reshape(-1, 3), pixels_HW3[:, [0, -1]].reshape(-1, 3)])
+    middle = len(border_N3) // 2
+    colour = tuple(int(value) for value in np.partition(border_N3, middle, axis=0)[middle])
     return ImageOps.pad(image, size, _LANCZOS, color=colour)
 
 

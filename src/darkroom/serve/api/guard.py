@@ -500,8 +500,11 @@ def make_key(path: Path, name: str) -> str:
     if path.exists() and any(line[0] == name for line in _read(path)):
         raise InputError(f"'{path}' has a key named '{name}' already", mend="take its line out first")
     key, salt = PREFIX + secrets.token_urlsafe(32), secrets.token_hex(16)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(handle, "r+", encoding="ascii", newline="") as file:
+        before = file.read()
+        if before and not before.endswith("\n"):  # as editors leave it
+            file.write("\n")
         file.write(f"{name}:{salt}:{_hash(salt, key)}\n")
         file.flush()
         os.fsync(file.fileno())

@@ -235,8 +235,9 @@ def server_router(core: Core) -> APIRouter:
         return Response(await asyncio.to_thread(made), media_type="image/png")
 
     @router.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """Prometheus' text format."""
-        return Response(core.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def metrics(request: Request) -> Response:
+        """Prometheus' text format. Of what is counted by key only your own; `--metrics-port` has all."""
+        text = core.metrics.text_for(caller(request))
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return router

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.background import BackgroundTask
 
 from darkroom.errors import InputError
 from darkroom.options import MAX_SIDE, parse_size
@@ -42,6 +43,7 @@ from darkroom.serve.request import (
     PictureRequest,
     Uploads,
 )
+from darkroom.serve.settings import Limits
 from darkroom.serve.status import ModelCard
 
 Format = Literal["png", "jpeg", "webp"]
@@ -132,7 +134,7 @@ def openai_router(core: Core) -> APIRouter:
     @router.post("/images/edits", response_model=None, openapi_extra=EDITS_BODY)
     async def edits(request: Request) -> dict[str, Any] | StreamingResponse:
         """Pictures that start from one: a multipart form with `image`, `prompt`, and perhaps `mask`."""
-        wanted, uploads = await _edit(request)
+        wanted, uploads = await _edit(request, core.limits)
         return await _answer(core, wanted, request, uploads, "image_edit")
 
     @router.get("/models")
@@ -170,10 +172,11 @@ FILES = {"image": "image", "image[]": "image", "mask": "mask"}
 MOST_PARTS = 40
 
 
-async def _edit(request: Request) -> tuple[EditsRequest, Uploads]:
+async def _edit(request: Request, limits: Limits) -> tuple[EditsRequest, Uploads]:
     """A form as a request: its texts become the numbers that the fields are."""
     try:
-        form = await request.form(max_files=2, max_fields=MOST_PARTS)
+        # `controls` is a text with pictures inside: the bound on bodies holds for it, not Starlette's 1 MiB.
+        form = await request.form(max_files=2, max_fields=MOST_PARTS, max_part_size=limits.body_bytes)
     except (OSError, MemoryError):  # a full disk or no memory for the parts is not the client's mistake
         raise
     except Exception as error:  # whatever a parser makes of hostile bytes
@@ -209,8 +212,10 @@ async def _answer(
         job_id = next(iter(repeatable_ids(request, 1)), None)
         job = await core.submit(wanted.request(), key=caller(request), job_id=job_id, uploads=uploads)
         stream = with_heartbeat(_stream(core, job, wanted, kind, goes_on=job_id is not None))
+        # A client that left before the stream began never has it end: this cancels its job as well.
+        after = None if job_id is not None else BackgroundTask(core.cancel, job.id, key=job.key)
         return StreamingResponse(
-            stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+            stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"}, background=after
         )
     [job] = await all_made(core, request, [wanted.request()], uploads=uploads)
     return {

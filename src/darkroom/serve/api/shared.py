@@ -10,6 +10,7 @@ import hmac
 import io
 import json
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -54,15 +55,16 @@ async def all_made(
     wanted: Sequence[PictureRequest],
     *,
     uploads: Uploads | None = None,
-    ids: Sequence[str] = (),
+    prefix: str = "",
 ) -> list[Job]:
     """Submit and wait for all; where one fails or the client leaves, the others are cancelled.
 
-    With an Idempotency-Key they go on: the client will ask again, and finds them.
+    With an Idempotency-Key they go on: the client will ask again, and finds them. `prefix` begins the jobs'
+    ids.
     """
     key, jobs = caller(request), []
-    repeatable = [] if ids else repeatable_ids(request, len(wanted))
-    ids = ids or repeatable
+    repeatable = repeatable_ids(request, len(wanted), prefix)
+    ids = repeatable or ([f"{prefix}{uuid.uuid4().hex}" for _ in wanted] if prefix else [])
     several = len(wanted) > 1
     if several:
         await core.check_together(wanted, key=key, ids=ids)
@@ -79,7 +81,7 @@ async def all_made(
         raise
 
 
-def repeatable_ids(request: Request, num: int) -> list[str]:
+def repeatable_ids(request: Request, num: int, prefix: str = "") -> list[str]:
     """The ids of a request's jobs where it has an `Idempotency-Key`, so that sent again it finds them."""
     given = request.headers.get("idempotency-key")
     if given is None:
@@ -88,7 +90,7 @@ def repeatable_ids(request: Request, num: int) -> list[str]:
         digest = f"Idempotency-Key: 1 to {MOST_IDEMPOTENCY_KEY} characters"
         raise Refused(422, "invalid_value", digest, param="Idempotency-Key")
     digest = hashlib.sha256(f"{request.method} {request.url.path}\n{given}".encode()).hexdigest()[:40]
-    return [f"idem-{digest}-{i}" for i in range(num)]
+    return [f"{prefix or 'idem-'}{digest}-{i}" for i in range(num)]
 
 
 async def _all_finished(core: Core, request: Request, jobs: Sequence[Job]) -> list[Job]:
@@ -300,6 +302,7 @@ def controls_of(given: Any) -> list[ControlGiven]:
     """Controls of a dialect that has no field for them: a list, or its JSON."""
     try:
         if isinstance(given, str):
+            check_values(given.encode("utf-8", "replace"))
             return CONTROLS.validate_json(given)
         return CONTROLS.validate_python(given)
     except ValidationError as error:

@@ -27,7 +27,7 @@ from darkroom.picture_settings import DEFAULT_STEPS, PLAIN_UPSCALERS
 from darkroom.sample.adapters import Tag, read_tags
 from darkroom.sample.control import MAPS
 from darkroom.sample.generate import check_parts
-from darkroom.sample.inputs import check_mask, masked_box, read_mask
+from darkroom.sample.inputs import check_mask, masked_box, read_mask, upright
 from darkroom.sample.prompt_schedule import readings
 from darkroom.sample.prompts import read_parts
 from darkroom.serve.api.guard import ANONYMOUS
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 
 MOST_KEYS = 10_000
+MOST_PARTS = 256
+"""Of all texts that a prompt is at one step or another (AND, [a|b]): encoding them is in no job's work."""
 
 
 def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
@@ -161,9 +163,18 @@ def check_texts(model: Model, request: PictureRequest) -> None:
     weighting, steps = request.weighting, request.steps or DEFAULT_STEPS
     for name, texts in (("prompt", (request.prompt, "")), ("negative", ("", request.negative or ""))):
         try:
-            for reading in readings(*texts, weighting, steps):
-                for text in dict.fromkeys((*reading.prompts, reading.negative)):
-                    read_parts(model, text, weighting)
+            every = dict.fromkeys(
+                text
+                for reading in readings(*texts, weighting, steps)
+                for text in (*reading.prompts, reading.negative)
+            )
+            num = 0
+            for text in every:
+                num += len(read_parts(model, text, weighting)[0])
+                if num > MOST_PARTS:
+                    raise InputError(
+                        f"{len(every)} texts to encode", allowed=f"{MOST_PARTS} parts of the encoder's length"
+                    )
         except InputError as error:
             raise Refused(422, "over_limit", f"{name}: {say(error)}", param=name) from error
     encoders: list[Any] = list(model.text_encoders)
@@ -271,7 +282,7 @@ def opened_images(
 
 
 def checked_picture(content: bytes, limits: Limits, param: str) -> Image.Image:
-    """A picture of PNG, JPEG or WebP as RGB (or with its alpha); 422 with no more than that otherwise."""
+    """An upright picture of PNG, JPEG or WebP, in its own mode; 422 with no more than that otherwise."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -282,7 +293,7 @@ def checked_picture(content: bytes, limits: Limits, param: str) -> Image.Image:
                     422, "over_limit", f"{param}: at most {limits.upload_pixels} pixels", param=param
                 )
             image.load()
-            return image
+            return upright(image)
     except (Refused, MemoryError):  # the latter is no fault of the picture
         raise
     except Exception as error:  # whatever a decoder makes of hostile bytes

@@ -63,7 +63,12 @@ class Core:
             raise InputError("several models with jobs that are shared", allowed="one model a server")
         self.settings, self.limits = settings, settings.limits_in_force
         self.metrics = Metrics()
-        self.metrics.look(lambda: self.trouble() is None, self.queue_age_s)
+        self.metrics.look(
+            ready=lambda: self.trouble() is None,
+            queue_age_s=self.queue_age_s,
+            device_bytes=self._device_bytes,
+            net_bytes=self._net_bytes,
+        )
         self.results, self.store = open_stores(settings)
         self.state = "loading"
         """loading, ready, draining, or broken."""
@@ -191,6 +196,7 @@ class Core:
     async def _end_record(self, record: Record, code: str, message: str) -> None:
         result = {"error": {"code": code, "message": message}}
         await asyncio.wrap_future(self.store.end(record.uid, "failed", time.time(), result))
+        self.metrics.over.labels("failed").inc()
         fields: dict[str, Any] = {"job": record.uid, "id": record.id, "key": record.key}
         logs.event("job", **fields, state="failed", error=code, why=message)
 
@@ -671,13 +677,12 @@ class Core:
         used: int = await self._stored(self.store.usage(key))
         return used
 
-    def metrics_text(self) -> bytes:
-        """The counters, with what is only looked up when asked for."""
-        if (device := self.device) is not None:
-            self.metrics.device_memory.set(opening.used_bytes(device))
-        nets = [opened.nets.bytes for opened in self.pool.opened if opened.nets is not None]
-        self.metrics.net_memory.set(sum(nets))
-        return self.metrics.text()
+    def _device_bytes(self) -> float:
+        device = self.device
+        return 0.0 if device is None else float(opening.used_bytes(device))
+
+    def _net_bytes(self) -> float:
+        return float(sum(opened.nets.bytes for opened in self.pool.opened if opened.nets is not None))
 
     def queue_age_s(self) -> float:
         """How long the oldest job that waits has waited, here or for any server of a shared queue."""

@@ -64,7 +64,8 @@ class Results:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "pictures"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            _make_own(folder)
+            self.folder.mkdir(exist_ok=True)
             self._lock = (folder / ".lock").open("w", encoding="utf-8")
             lock_file(self._lock)
         except BlockingIOError as error:
@@ -101,8 +102,8 @@ class Results:
 
     def delete(self, uid: str, names: Collection[str] | None = None) -> None:
         """Drop all files of a job, or those of these names."""
-        if names is None:
-            remove_tree(self._folder(uid))
+        if names is None and self._folder(uid).exists():
+            remove_tree(self._folder(uid), must=True)
         for name in names or ():
             remove_file(self._folder(uid) / name)
 
@@ -114,6 +115,13 @@ class Results:
     def _folder(self, uid: str) -> Path:
         assert UID.fullmatch(uid)
         return self.folder / uid[:2] / uid
+
+
+def _make_own(folder: Path) -> None:
+    """A folder that only who runs the server may look into: prompts and pictures are in it. One that is there
+    keeps its mode."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def picture_name(index: int) -> str:

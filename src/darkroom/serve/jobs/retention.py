@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from contextlib import suppress
 
 from darkroom.serve.jobs.results import PictureFiles, ResultWriter
-from darkroom.serve.jobs.store import JobStore
+from darkroom.serve.jobs.store import JobStore, StorageError
 from darkroom.serve.loop import Loop
 from darkroom.serve.settings import Limits
 
@@ -35,7 +36,10 @@ class House:
             await self._loop.in_thread(self._keeper.probe)
         await asyncio.wrap_future(self._store.probe())
         gone = await asyncio.wrap_future(self._store.expired(time.time() - limits.keep_s, limits.keep_bytes))
-        if gone:
-            await asyncio.wrap_future(self._store.forget(gone))
-            for uid in gone:
+        deleted = []
+        for uid in gone:  # files first: a job that is forgotten leaves none that nobody looks for
+            with suppress(StorageError, OSError):
                 await self._loop.in_thread(self._results.delete, uid)
+                deleted.append(uid)
+        if deleted:
+            await asyncio.wrap_future(self._store.forget(deleted))
