@@ -226,7 +226,7 @@ def test_where_one_fits_both_take_turns_and_a_released_one_is_gone(run_core, oth
         await until(lambda: not any(one.busy for one in core.pool.served))
         gc.collect()
         loaded = {one.name for one in core.pool.served if one.opened is not None}
-        return names, made, loaded, first() is None, core.metrics_text().decode(), core.status()
+        return names, made, loaded, first() is None, core.metrics.text().decode(), core.status()
 
     told = {"more_models": (str(other_folder),), "model_memory": one_fits}
     names, made, loaded, gone, metrics, status = run_core(scenario, **told)

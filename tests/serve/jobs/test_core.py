@@ -815,7 +815,7 @@ def test_a_job_says_what_it_cost(run_core):
     async def scenario(core):
         job = await core.submit(QUICK, key="a")
         done = await core.finished(job.id, key="a")
-        return done.cost, core.metrics_text().decode()
+        return done.cost, core.metrics.text().decode()
 
     cost, metrics = run_core(scenario, usd_per_hour=3.6)
     assert cost["usd"] == pytest.approx(cost["device_s"] / 1000, rel=1e-3)

@@ -30,7 +30,7 @@ from darkroom.serve.api.a1111_server import add_server_routes
 from darkroom.serve.api.controlnet import units_of
 from darkroom.serve.api.shared import all_made, caller, decoded, encoded, pngs_of, route_in
 from darkroom.serve.errors import Refused
-from darkroom.serve.jobs.admission import Rates, checked_picture
+from darkroom.serve.jobs.admission import checked_picture
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import MAX_SEED, ControlUpload, HiresChoice, Job, PictureRequest, Uploads
 from darkroom.serve.settings import Limits
@@ -236,25 +236,21 @@ class PngInfo(BaseModel):
 def a1111_router(core: Core) -> APIRouter:
     """The `/sdapi/v1` routes."""
     router = APIRouter(prefix="/sdapi/v1", tags=["a1111"], route_class=route_in(core, _error))
-    reading = Rates(core.limits.rate_per_minute)
     chosen = ChosenModels(core.settings.state / "a1111-models.json")
 
     @router.post("/txt2img")
     async def txt2img(body: Txt2Img, request: Request) -> dict[str, Any]:
         """Pictures of a prompt."""
         wanted = body.request(core, chosen.of(caller(request)))
-        if wanted.controls:
-            reading.take(caller(request))
-        uploads = await asyncio.to_thread(body.uploads, core, core.card(wanted.model))
+        uploads = await _uploads(core, body, wanted, request, is_made=bool(wanted.controls))
         return await _answer(core, body, wanted, request, uploads)
 
     @router.post("/img2img")
     async def img2img(body: Img2Img, request: Request) -> dict[str, Any]:
         """Pictures that start from one."""
         wanted = body.request(core, chosen.of(caller(request)))
-        if wanted.controls or (body.mask is not None and body.inpainting_mask_invert):
-            reading.take(caller(request))
-        uploads = await asyncio.to_thread(body.uploads, core, core.card(wanted.model))
+        inverts = body.mask is not None and bool(body.inpainting_mask_invert)
+        uploads = await _uploads(core, body, wanted, request, is_made=bool(wanted.controls) or inverts)
         return await _answer(core, body, wanted, request, uploads)
 
     @router.get("/progress")
@@ -283,11 +279,10 @@ def a1111_router(core: Core) -> APIRouter:
     @router.post("/png-info")
     async def png_info(body: PngInfo, request: Request) -> dict[str, Any]:
         """The settings that a picture carries."""
-        reading.take(caller(request))
-        return await asyncio.to_thread(_png_info, core, body.image)
+        return await core.bench.do(caller(request), lambda: _png_info(core, body.image))
 
     _add_lists(router, core, chosen)
-    add_server_routes(router, core, reading)
+    add_server_routes(router, core)
     return router
 
 
@@ -410,6 +405,16 @@ def _embedding(one: Embedding) -> dict[str, Any]:
 
 def _error(refused: Refused) -> dict[str, Any]:
     return {"error": refused.code, "detail": refused.message, "body": "", "errors": refused.message}
+
+
+async def _uploads(
+    core: Core, body: Txt2Img, wanted: PictureRequest, request: Request, *, is_made: bool
+) -> Uploads | None:
+    """The pictures of a request; those that are cut, filled up or inverted first (`is_made`) wait their turn."""
+    card = core.card(wanted.model)
+    if is_made:
+        return await core.bench.do(caller(request), lambda: body.uploads(core, card))
+    return await asyncio.to_thread(body.uploads, core, card)
 
 
 async def _answer(

@@ -6,7 +6,6 @@ that need no weights; depth, pose and the like come as finished maps with module
 
 from __future__ import annotations
 
-import asyncio
 import re
 from typing import Any
 
@@ -19,7 +18,7 @@ from darkroom.sample.control import MAPS
 from darkroom.serve.api.shared import caller, decoded, encoded, route_in
 from darkroom.serve.engine.tickets import png_of
 from darkroom.serve.errors import Refused
-from darkroom.serve.jobs.admission import Rates, check_map, checked_picture
+from darkroom.serve.jobs.admission import check_map, checked_picture
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import MOST_CONTROLS, ControlChoice, ControlUpload
 from darkroom.serve.settings import Limits
@@ -188,7 +187,6 @@ def controlnet_router(core: Core) -> APIRouter:
     """The `/controlnet` routes."""
     shape = route_in(core, lambda refused: {"error": refused.code, "detail": refused.message})
     router = APIRouter(prefix="/controlnet", tags=["a1111"], route_class=shape)
-    reading = Rates(core.limits.rate_per_minute)
 
     @router.get("/version")
     async def version() -> dict[str, int]:
@@ -221,7 +219,6 @@ def controlnet_router(core: Core) -> APIRouter:
     @router.post("/detect")
     async def detect(body: Detect, request: Request) -> dict[str, Any]:
         """The maps of pictures."""
-        reading.take(caller(request))
         name = ALIASES.get(body.controlnet_module.lower())
         if name is None:
             message = f"controlnet_module: one of {', '.join(MODULES)}"
@@ -238,6 +235,7 @@ def controlnet_router(core: Core) -> APIRouter:
             ]
             return [encoded(png_of(MAPS[name](image.convert("RGB")))) for image in images]
 
-        return {"images": await asyncio.to_thread(made), "info": "Success"}
+        num = len(body.controlnet_input_images)
+        return {"images": await core.bench.do(caller(request), made, num), "info": "Success"}
 
     return router

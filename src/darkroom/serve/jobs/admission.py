@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import itertools
@@ -11,10 +12,11 @@ import re
 import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from PIL import Image
 from pydantic import ValidationError
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from darkroom.serve.engine.pool import ModelPool
 
 
+T = TypeVar("T")
 MOST_KEYS = 10_000
 MOST_PARTS = 256
 """Of all texts that a prompt is at one step or another (AND, [a|b]): encoding them is in no job's work."""
@@ -332,6 +335,45 @@ class Rates:
             )
 
 
+WORKED_ON = 4
+"""Requests of a key whose pictures are worked on, or wait for that."""
+
+
+class Bench:
+    """What is done to pictures outside of jobs (maps, upscaling, reading), one request at a time in a thread of
+    its own: it holds up neither jobs nor other requests, and of each key few wait."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._rates = rates_of(limits)
+        self._here: Counter[str] = Counter()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="darkroom-bench")
+
+    async def do(self, key: str, work: Callable[[], T], pictures: int = 1) -> T:
+        """Its result; 429 where the key comes too often, or has so many here already."""
+        self._rates.take(key, num=pictures)
+        if self._here[key] >= WORKED_ON:
+            message = f"{self._here[key]} requests wait already for work on their pictures{owner(key)}"
+            raise Refused(429, "queue_full", message, retry_after_s=UNMEASURED_S)
+        self._here[key] += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._here[key] -= 1
+            if not self._here[key]:
+                del self._here[key]
+
+    def close(self) -> bool:
+        """Begin nothing more; False while something goes on."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        return not self._here
+
+
+def rates_of(limits: Limits) -> Rates:
+    """How often each key may come, by a server's limits."""
+    by_key = {name: own.rate_per_minute for name, own in limits.keys.items()}
+    return Rates(limits.rate_per_minute, {name: rate for name, rate in by_key.items() if rate is not None})
+
+
 def owner(key: str) -> str:
     """Whose they are, where there are keys; their names are no secret to who has one."""
     return f" with key '{key}'" if key not in ("", ANONYMOUS) else " in all"
@@ -514,9 +556,7 @@ class Intake:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        by_key = {name: own.rate_per_minute for name, own in limits.keys.items()}
-        rates = {name: rate for name, rate in by_key.items() if rate is not None}
-        self._rates = Rates(limits.rate_per_minute, rates)
+        self._rates = rates_of(limits)
         self._reserved: Counter[str] = Counter()
         self._line: list[Reservation] = []
 

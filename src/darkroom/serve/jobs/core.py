@@ -27,7 +27,7 @@ from darkroom.serve.engine.tickets import EngineJob, Shape
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs import admission
 from darkroom.serve.jobs.active import Live, Lives, job_of, job_of_record
-from darkroom.serve.jobs.admission import Intake, new_record
+from darkroom.serve.jobs.admission import Bench, Intake, new_record
 from darkroom.serve.jobs.completion import Endings, Watchers
 from darkroom.serve.jobs.results import picture_name
 from darkroom.serve.jobs.retention import House
@@ -88,7 +88,7 @@ class Core:
         )
         self._lives = Lives(self._loop, self.metrics)
         self._lives.forgotten = self.pool.forget
-        self._intake = Intake(self.limits)
+        self._intake, self.bench = Intake(self.limits), Bench(self.limits)
         self.traces = None if settings.traces is None else Traces(settings.traces)
         self._endings = Endings(
             self._loop, self._lives, self.pool, self.store, self.results, self.metrics, settings, self.traces
@@ -229,7 +229,8 @@ class Core:
     async def close(self) -> None:
         """Stop computing and close the store. Jobs that are not over stay in it."""
         self._loop.end_tasks()
-        self.left_at_work = not await self.pool.close()
+        ended = self.bench.close()
+        self.left_at_work = not (await self.pool.close() and ended)
         await asyncio.to_thread(self._keeper.close)
         if self.sharing is not None:
             await self.sharing.release()
@@ -323,7 +324,7 @@ class Core:
             takes = self.sharing is None or self.sharing.takes(record)
             kept = await self._accept(record, uploads, takes)
             if kept.uid != uid:
-                with suppress(StorageError):  # its uploads were written for nothing
+                with suppress(StorageError, OSError):  # its uploads were written for nothing
                     await self._loop.in_thread(self.results.delete, uid)
                 return self._same(job_of_record(kept), digest, kept.digest)
             self.metrics.accepted.inc()

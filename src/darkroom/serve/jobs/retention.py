@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import time
-from contextlib import suppress
 
 from darkroom.serve.jobs.results import PictureFiles, ResultWriter
 from darkroom.serve.jobs.store import JobStore, StorageError
 from darkroom.serve.loop import Loop
 from darkroom.serve.settings import Limits
+
+LOG = logging.getLogger("darkroom.serve")
 
 
 class House:
@@ -25,7 +27,16 @@ class House:
         there = list(await self._loop.in_thread(self._results.uids))
         known: set[str] = await asyncio.wrap_future(self._store.known(there))
         for uid in set(there) - known:
+            await self._delete(uid)
+
+    async def _delete(self, uid: str) -> bool:
+        """Drop a job's files; whether they are gone."""
+        try:
             await self._loop.in_thread(self._results.delete, uid)
+        except (StorageError, OSError) as error:
+            LOG.warning("files of job %s cannot be deleted: %s", uid, error)
+            return False
+        return True
 
     async def sweep(self, limits: Limits, min_free_bytes: int) -> None:
         """Drop what was kept long enough, and see whether disk and database take writes."""
@@ -36,10 +47,6 @@ class House:
             await self._loop.in_thread(self._keeper.probe)
         await asyncio.wrap_future(self._store.probe())
         gone = await asyncio.wrap_future(self._store.expired(time.time() - limits.keep_s, limits.keep_bytes))
-        deleted = []
-        for uid in gone:  # files first: a job that is forgotten leaves none that nobody looks for
-            with suppress(StorageError, OSError):
-                await self._loop.in_thread(self._results.delete, uid)
-                deleted.append(uid)
-        if deleted:
+        # Files first: a job that is forgotten leaves none that nobody looks for.
+        if deleted := [uid for uid in gone if await self._delete(uid)]:
             await asyncio.wrap_future(self._store.forget(deleted))
