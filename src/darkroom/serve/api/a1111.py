@@ -410,7 +410,7 @@ def _error(refused: Refused) -> dict[str, Any]:
 async def _uploads(
     core: Core, body: Txt2Img, wanted: PictureRequest, request: Request, *, is_made: bool
 ) -> Uploads | None:
-    """The pictures of a request; those that are cut, filled up or inverted first (`is_made`) wait their turn."""
+    """The pictures of a request; those that are cut or inverted first (`is_made`) wait their turn."""
     card = core.card(wanted.model)
     if is_made:
         return await core.bench.do(caller(request), lambda: body.uploads(core, card))

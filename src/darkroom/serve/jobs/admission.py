@@ -335,32 +335,37 @@ class Rates:
             )
 
 
-WORKED_ON = 4
+WORKED_ON = 32
 """Requests of a key whose pictures are worked on, or wait for that."""
 
 
 class Bench:
-    """What is done to pictures outside of jobs (maps, upscaling, reading), one request at a time in a thread of
-    its own: it holds up neither jobs nor other requests, and of each key few wait."""
+    """What is done to pictures outside of jobs: maps, upscaling, reading.
+
+    One request at a time in a thread of its own, so that it holds up neither jobs nor other requests; keys
+    take turns. Belongs to the event loop's thread.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._rates = rates_of(limits)
         self._here: Counter[str] = Counter()
+        self._turns: dict[str, asyncio.Lock] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="darkroom-bench")
 
     async def do(self, key: str, work: Callable[[], T], pictures: int = 1) -> T:
-        """Its result; 429 where the key comes too often, or has so many here already."""
+        """Its result; 429 where the key comes too often, or has too many here already."""
         self._rates.take(key, num=pictures)
         if self._here[key] >= WORKED_ON:
-            message = f"{self._here[key]} requests wait already for work on their pictures{owner(key)}"
+            message = f"{WORKED_ON} requests wait already for work on their pictures{owner(key)}"
             raise Refused(429, "queue_full", message, retry_after_s=UNMEASURED_S)
         self._here[key] += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            async with self._turns.setdefault(key, asyncio.Lock()):
+                return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         finally:
             self._here[key] -= 1
             if not self._here[key]:
-                del self._here[key]
+                del self._here[key], self._turns[key]
 
     def close(self) -> bool:
         """Begin nothing more; False while something goes on."""
