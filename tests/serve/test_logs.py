@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import logging
+import socket
 from typing import Any
 
 import pytest
@@ -103,3 +104,14 @@ def test_a_traceback_is_part_of_its_line():
     [line] = lines_of(run)
     assert line["level"] == "error"
     assert "ValueError: no" in line["traceback"]
+
+
+def test_every_line_is_json_also_for_what_is_no_http_and_what_others_warn_of(serve):
+    server = serve("--log-format", "json").ready()
+    host, port = server.url[7:].split(":")
+    with socket.create_connection((host, int(port))) as there:
+        there.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+        assert b"400" in there.recv(1000)
+    assert server.stop() == 0
+    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    assert [line for line in lines if line["message"].startswith("Invalid HTTP")]

@@ -274,3 +274,12 @@ def test_the_address_is_the_one_that_the_client_used_as_far_as_it_can_be_trusted
     guard = Guard(Behind(), metrics=Metrics(), keys=told, limits=Limits(), hosts=("own.example",))
     scope = {"client": (client, 1), "scheme": "http", "server": ("127.0.0.1", 80)}
     assert guard._address(scope, headers) == address
+
+
+def test_a_key_is_added_to_a_file_whose_last_line_an_editor_left_open(tmp_path):
+    file = tmp_path / "keys"
+    first = make_key(file, "anna")
+    file.write_text(file.read_text().rstrip("\n"))
+    second = make_key(file, "bert")
+    keys = Keys(file)
+    assert (keys.name_of(first), keys.name_of(second)) == ("anna", "bert")

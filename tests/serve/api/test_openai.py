@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import socket
+import struct
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -118,3 +122,24 @@ def test_mistakes_are_errors_the_client_knows(client, given, error, param):
         client.images.generate(prompt="a horse", **given)
     assert caught.value.param == param
     assert caught.value.type
+
+
+def test_a_client_that_leaves_before_its_stream_begins_has_its_job_cancelled(server):
+    """Not started, the stream's own end never comes."""
+    steep = {"prompt": "a", "n": 16, "num_inference_steps": 150, "stream": True}
+    body = json.dumps(steep).encode()
+    head = f"POST /v1/images/generations HTTP/1.1\r\nHost: {server.url[7:]}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    host, port = server.url[7:].split(":")
+    for _ in range(8):
+        with socket.create_connection((host, int(port))) as there:
+            there.sendall(head.encode() + body)
+            there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    start = time.monotonic()
+    while server.http.get("/status").json()["jobs"]:
+        jobs = server.http.get("/jobs?limit=8").json()["jobs"]
+        assert not [job for job in jobs if job["state"] == "done"], "drawn for nobody"
+        assert time.monotonic() - start < 30, jobs
+        time.sleep(0.05)
+    jobs = server.http.get("/jobs?limit=8").json()["jobs"]
+    assert {job["state"] for job in jobs if job["request"]["num"] == 16} <= {"cancelled"}
