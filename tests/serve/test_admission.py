@@ -120,7 +120,7 @@ def test_an_upscaling_network_before_the_second_pass_is_work_too() -> None:
 
 def test_texts_that_change_at_every_step_are_bounded_together(small: models.Model) -> None:
     def asked(prompts: int, texts: int) -> PictureRequest:
-        changing = "[".join(["", *("a:b:%d]" % (i + 1) for i in range(texts - 1))])
+        changing = "[".join(["", *(f"a:b:{i + 1}]" for i in range(texts - 1))])
         prompt = " AND ".join(f"{i} {changing}" for i in range(prompts))
         return PictureRequest(prompt=prompt, weighting="a1111", steps=150, guidance=1.0)
 

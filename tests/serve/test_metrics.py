@@ -100,7 +100,7 @@ def test_a_key_sees_what_it_draws_itself_and_not_what_others_do(run_http, tmp_pa
 
     async def scenario(core, http):
         told = {}
-        for name, key in keys.items():
+        for key in keys.values():
             known = {"Authorization": f"Bearer {key}"}
             answer = await http.post("/jobs", json=BODY, headers=known)
             await http.get(f"/jobs/{answer.json()['id']}?wait_s=30", headers=known)
