@@ -15,6 +15,7 @@ import pytest
 from darkroom.errors import InputError
 from darkroom.serve import logs
 from darkroom.serve.api.guard import make_key
+from darkroom.serve.jobs.admission import OF_PROMPT
 
 BODY = {"prompt": "a red circle", "steps": 3, "seed": 3}
 
@@ -115,3 +116,22 @@ def test_every_line_is_json_also_for_what_is_no_http_and_what_others_warn_of(ser
     assert server.stop() == 0
     lines = [json.loads(line) for line in server.log.read_text().splitlines()]
     assert [line for line in lines if line["message"].startswith("Invalid HTTP")]
+
+
+def test_no_prompt_is_written_down_where_the_answer_quotes_it(run_http):
+    changing = "".join(f"[Sibylle{i}:b:{i}]" for i in range(120))
+    asked = (
+        {"prompt": changing, "weighting": "a1111", "steps": 140},
+        {"prompt": "Sibylle " * 490 + "[" * 400, "weighting": "none"},
+        {"prompt": "a <lora:Sibylle:much>"},
+    )
+
+    async def scenario(core, http):
+        return [await http.post("/jobs", json={**BODY, **one}) for one in asked]
+
+    answers: list[Any] = []
+    lines = lines_of(lambda: answers.extend(run_http(scenario)))
+    assert [answer.status_code for answer in answers] == [422] * 3
+    assert all("Sibylle" in answer.json()["error"]["message"] for answer in answers)
+    assert [line["why"] for line in lines if line.get("refused")] == [OF_PROMPT] * 3
+    assert "Sibylle" not in json.dumps(lines)

@@ -21,6 +21,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ class Guard:
         self.probe_paths = set(probe_paths)
         self._bodies = Bodies(limits.bodies_bytes)
         self._under_way = 0
+        self._by_key: Counter[str] = Counter()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Let a request in, or answer it."""
@@ -164,6 +166,7 @@ class Guard:
                 caller = self._caller(scope, headers)
                 if self._under_way > self.limits.requests and not self._is_open(scope):
                     raise Refused(503, "busy", "too many requests are under way", retry_after_s=AGAIN_S)
+                self._check_share(caller)
                 scope.setdefault("state", {})["key"] = caller
                 scope["state"]["address"] = self._address(scope, headers)
                 content = await body.read(headers, receive, self.limits.body_bytes if caller else 0)
@@ -174,7 +177,19 @@ class Guard:
                 return
             except ConnectionError:
                 return
-            await self.app(scope, _replay(content, receive), send)
+            self._by_key[caller] += 1
+            try:
+                await self.app(scope, _replay(content, receive), send)
+            finally:
+                self._by_key[caller] -= 1
+
+    def _check_share(self, caller: str) -> None:
+        """429 for one of several keys that has half of all requests under way already."""
+        if not caller or self.keys is None or not self.keys.several:
+            return
+        if self._by_key[caller] >= max(1, self.limits.requests // 2):
+            message = f"{self._by_key[caller]} requests with key '{caller}' are under way"
+            raise Refused(429, "too_many_requests", message, retry_after_s=AGAIN_S)
 
     def _caller(self, scope: MutableMapping[str, Any], headers: dict[str, str]) -> str:
         """The name of the caller's key, empty where none was needed; Refused where it may not come in."""
@@ -265,7 +280,7 @@ class Guard:
         return noted
 
     async def _refuse(self, refused: Refused, send: Send) -> None:
-        logs.refused(refused.code, refused.message)
+        logs.refused(refused.code, refused.logged)
         body = json.dumps(error_object(refused)).encode()
         headers = [(name.lower().encode(), value.encode()) for name, value in refused.headers.items()]
         headers += [
@@ -523,6 +538,11 @@ class Keys:
             raise InputError(
                 f"'{path}' holds no key", mend="darkroom serve --make-key NAME --api-key-file FILE"
             )
+
+    @property
+    def several(self) -> bool:
+        """Whether there are keys of more than one name."""
+        return len({name for name, _, _ in self._lines}) > 1
 
     def name_of(self, given: str) -> str | None:
         """The name of a key, None if it is none. Takes the same time whichever it is."""

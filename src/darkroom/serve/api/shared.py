@@ -205,7 +205,7 @@ def route_in(core: Core, shape: Shape, *, invalid: int = 422) -> type[APIRoute]:
                     refused = of_validation(error.errors())
                 except Refused as error:
                     refused = error
-                logs.refused(refused.code, refused.message)
+                logs.refused(refused.code, refused.logged)
                 status = invalid if refused.status == 422 else refused.status
                 return JSONResponse(shape(refused), status, headers=refused.headers)
 
