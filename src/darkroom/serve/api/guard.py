@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,13 +160,13 @@ class Guard:
         logs.event("request", logging.DEBUG if quiet else logging.INFO, **fields)
 
     async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        with self._bodies.place() as body:
+        with self._bodies.place() as body, ExitStack() as held:
             try:
                 headers = _headers(scope)
                 caller = self._caller(scope, headers)
                 if self._under_way > self.limits.requests and not self._is_open(scope):
                     raise Refused(503, "busy", "too many requests are under way", retry_after_s=AGAIN_S)
-                self._check_share(caller)
+                held.enter_context(self._share_of(caller))
                 scope.setdefault("state", {})["key"] = caller
                 scope["state"]["address"] = self._address(scope, headers)
                 content = await body.read(headers, receive, self.limits.body_bytes if caller else 0)
@@ -177,19 +177,20 @@ class Guard:
                 return
             except ConnectionError:
                 return
-            self._by_key[caller] += 1
-            try:
-                await self.app(scope, _replay(content, receive), send)
-            finally:
-                self._by_key[caller] -= 1
+            await self.app(scope, _replay(content, receive), send)
 
-    def _check_share(self, caller: str) -> None:
-        """429 for one of several keys that has half of all requests under way already."""
-        if not caller or self.keys is None or not self.keys.several:
-            return
-        if self._by_key[caller] >= max(1, self.limits.requests // 2):
+    @contextmanager
+    def _share_of(self, caller: str) -> Iterator[None]:
+        """While a request of a key is under way; 429 for one of several keys that has half of all already."""
+        shares = caller and self.keys is not None and self.keys.several
+        if shares and self._by_key[caller] >= max(1, self.limits.requests // 2):
             message = f"{self._by_key[caller]} requests with key '{caller}' are under way"
             raise Refused(429, "too_many_requests", message, retry_after_s=AGAIN_S)
+        self._by_key[caller] += 1
+        try:
+            yield
+        finally:
+            self._by_key[caller] -= 1
 
     def _caller(self, scope: MutableMapping[str, Any], headers: dict[str, str]) -> str:
         """The name of the caller's key, empty where none was needed; Refused where it may not come in."""
