@@ -23,7 +23,7 @@ from darkroom.hardware.system import atomic_replace, lock_file, remove_file, rem
 from darkroom.sample.provenance import Origin
 from darkroom.serve.engine.tickets import EngineJob
 from darkroom.serve.hooks import Hooks, Withheld
-from darkroom.serve.jobs.store import METADATA, JobStore, StorageError
+from darkroom.serve.jobs.store import JOBS, METADATA, JobStore, StorageError
 from darkroom.serve.request import FINAL, Uploads
 
 UID = re.compile(r"[0-9a-f]{32}")
@@ -52,7 +52,7 @@ class PictureFiles(Protocol):
         """Drop all files of a job, or those of these names."""
 
     def uids(self) -> Collection[str]:
-        """Jobs that have files, to see whether they are jobs still."""
+        """Of files that may be without a job."""
 
     def close(self) -> None:
         """Let go of it."""
@@ -205,8 +205,11 @@ class Files:
         self._store.do(lambda connection: connection.execute(gone)).result()
 
     def uids(self) -> Collection[str]:
-        """None to look through: files of no job are dropped with the jobs that are forgotten."""
-        return ()
+        """Those that have files and no job: another server may be about to accept one."""
+        query = sql.select(FILES.c.uid).distinct().outerjoin(JOBS, JOBS.c.uid == FILES.c.uid)
+        query = query.where(JOBS.c.uid.is_(None), FILES.c.uid != SECRET_UID)
+        future: Future[list[str]] = self._store.do(lambda c: [row[0] for row in c.execute(query)])
+        return future.result()
 
 
 def _shared_secret(connection: sql.Connection) -> bytes:

@@ -13,6 +13,8 @@ from darkroom.serve.loop import Loop
 from darkroom.serve.settings import Limits
 
 LOG = logging.getLogger("darkroom.serve")
+OWNERLESS_S = 600.0
+"""Far longer than any server takes from a job's uploads to its row."""
 
 
 class House:
@@ -21,6 +23,7 @@ class House:
     def __init__(self, loop: Loop, results: PictureFiles, store: JobStore, keeper: ResultWriter) -> None:
         self._loop = loop
         self._results, self._store, self._keeper = results, store, keeper
+        self._ownerless: dict[str, float] = {}  # uids of files without a job, and since when that was seen
 
     async def tidy(self) -> None:
         """Drop files without a job: a killed process had written them, and accepted no job for them yet."""
@@ -50,3 +53,13 @@ class House:
         # Files first: a job that is forgotten leaves none that nobody looks for.
         if deleted := [uid for uid in gone if await self._delete(uid)]:
             await asyncio.wrap_future(self._store.forget(deleted))
+        if folder is None:
+            await self._tidy_shared()
+
+    async def _tidy_shared(self) -> None:
+        """The same as `tidy` where other servers write too: what has had no job for long, nobody will accept."""
+        now_s, there = time.monotonic(), await self._loop.in_thread(self._results.uids)
+        self._ownerless = {uid: self._ownerless.get(uid, now_s) for uid in there}
+        for uid, since_s in self._ownerless.items():
+            if now_s - since_s >= OWNERLESS_S:
+                await self._delete(uid)
