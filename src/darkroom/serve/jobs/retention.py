@@ -57,7 +57,7 @@ class House:
             await self._tidy_shared()
 
     async def _tidy_shared(self) -> None:
-        """The same as `tidy` where other servers write too: what has had no job for long, nobody will accept."""
+        """`tidy` where other servers write too: what has had no job for long, nobody will accept."""
         now_s, there = time.monotonic(), await self._loop.in_thread(self._results.uids)
         self._ownerless = {uid: self._ownerless.get(uid, now_s) for uid in there}
         for uid, since_s in self._ownerless.items():
