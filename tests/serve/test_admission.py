@@ -111,7 +111,7 @@ def test_an_upscaling_network_before_the_second_pass_is_work_too() -> None:
     model = models.create("tiny", parts=("unet", "vae", "text_encoder", "tokenizer"), seed=1)
 
     def cost(upscaler: str) -> float:
-        hires = {"scale": 1.0, "strength": 0.1, "upscaler": upscaler}
+        hires = {"scale": 1.0, "strength": 1.0, "upscaler": upscaler}
         told = {"prompt": "a", "steps": 1, "guidance": 1.0, "width": 64, "height": 64, "hires": hires}
         return check_shape(model, PictureRequest.model_validate(told), Limits()).whole_cost
 

@@ -16,6 +16,7 @@ from darkroom.errors import InputError
 from darkroom.serve import logs
 from darkroom.serve.api.guard import make_key
 from darkroom.serve.jobs.admission import OF_PROMPT
+from serve.conftest import free_port
 
 BODY = {"prompt": "a red circle", "steps": 3, "seed": 3}
 
@@ -108,9 +109,11 @@ def test_a_traceback_is_part_of_its_line():
 
 
 def test_every_line_is_json_also_for_what_is_no_http_and_what_others_warn_of(serve):
-    server = serve("--log-format", "json").ready()
-    host, port = server.url[7:].split(":")
-    with socket.create_connection((host, int(port))) as there:
+    port = str(free_port())
+    server = serve("--log-format", "json", "--port", port)
+    server.first_answer("/live")
+    server.ready()
+    with socket.create_connection(("127.0.0.1", int(port))) as there:
         there.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
         assert b"400" in there.recv(1000)
     assert server.stop() == 0
@@ -122,7 +125,7 @@ def test_no_prompt_is_written_down_where_the_answer_quotes_it(run_http):
     changing = "".join(f"[Sibylle{i}:b:{i}]" for i in range(120))
     asked = (
         {"prompt": changing, "weighting": "a1111", "steps": 140},
-        {"prompt": "Sibylle " * 490 + "[" * 400, "weighting": "none"},
+        {"prompt": "Sibylle " + "x1 " * 1300, "weighting": "none"},
         {"prompt": "a <lora:Sibylle:much>"},
     )
 
