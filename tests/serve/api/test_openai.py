@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
-import socket
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -121,25 +118,3 @@ def test_mistakes_are_errors_the_client_knows(client, given, error, param):
         client.images.generate(prompt="a horse", **given)
     assert caught.value.param == param
     assert caught.value.type
-
-
-def test_a_client_that_leaves_before_its_stream_begins_has_its_job_cancelled(server):
-    """Not started, the stream's own end never comes."""
-    steep = {"prompt": "a", "n": 16, "num_inference_steps": 150, "stream": True}
-    body = json.dumps(steep).encode()
-    head = f"POST /v1/images/generations HTTP/1.1\r\nHost: {server.url[7:]}\r\nConnection: close\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    host, port = server.url[7:].split(":")
-    for _ in range(8):
-        with socket.create_connection((host, int(port))) as there:
-            there.sendall(head.encode() + body)
-
-    def states() -> list[str]:
-        jobs = server.http.get("/jobs?limit=20").json()["jobs"]
-        return [job["state"] for job in jobs if job["request"]["num"] == 16]
-
-    start = time.monotonic()
-    while len(states()) < 8 or not {"queued", "running"}.isdisjoint(states()):
-        assert time.monotonic() - start < 60, states()
-        time.sleep(0.05)
-    assert states() == ["cancelled"] * 8

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.background import BackgroundTask
 
 from darkroom.errors import InputError
 from darkroom.options import MAX_SIDE, parse_size
@@ -212,10 +211,8 @@ async def _answer(
         job_id = next(iter(repeatable_ids(request, 1)), None)
         job = await core.submit(wanted.request(), key=caller(request), job_id=job_id, uploads=uploads)
         stream = with_heartbeat(_stream(core, job, wanted, kind, goes_on=job_id is not None))
-        # A client that left before the stream began never has it end: this cancels its job as well.
-        after = None if job_id is not None else BackgroundTask(core.cancel, job.id, key=job.key)
         return StreamingResponse(
-            stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"}, background=after
+            stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
         )
     [job] = await all_made(core, request, [wanted.request()], uploads=uploads)
     return {
