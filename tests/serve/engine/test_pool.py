@@ -328,7 +328,7 @@ def test_one_model_has_the_metrics_and_digests_that_it_had(run_core):
         job = await core.submit(REQUEST, key="a", job_id="j")
         same = await core.submit(REQUEST.model_copy(update={"model": "small"}), key="a", job_id="j")
         await core.finished("j", key="a")
-        return core.metrics_text().decode(), job.request.model, same.uid == job.uid
+        return core.metrics.text().decode(), job.request.model, same.uid == job.uid
 
     metrics, model, same = run_core(scenario)
     assert "darkroom_model_" not in metrics
