@@ -72,7 +72,7 @@ async def all_made(
         for i, one in enumerate(wanted):
             job_id = ids[i] if ids else None
             jobs.append(await core.submit(one, key=key, uploads=uploads, job_id=job_id, counted=several))
-        return await _all_finished(core, request, jobs)
+        return await all_finished(core, request, jobs)
     except BaseException:
         if repeatable:
             raise
@@ -93,7 +93,9 @@ def repeatable_ids(request: Request, num: int, prefix: str = "") -> list[str]:
     return [f"{prefix or 'idem-'}{digest}-{i}" for i in range(num)]
 
 
-async def _all_finished(core: Core, request: Request, jobs: Sequence[Job]) -> list[Job]:
+async def all_finished(core: Core, request: Request, jobs: Sequence[Job]) -> list[Job]:
+    """The jobs once all are done; Refused where one ends otherwise, or the client leaves."""
+
     async def one(job: Job) -> Job:
         with core.attended(job):
             return checked(await core.finished(job.id, key=job.key))
