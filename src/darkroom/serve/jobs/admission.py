@@ -350,7 +350,7 @@ class Bench:
     """
 
     def __init__(self, limits: Limits) -> None:
-        self._rates = rates_of(limits)
+        self._rates = _rates_of(limits)
         self._here: Counter[str] = Counter()
         self._turns: dict[str, asyncio.Lock] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="darkroom-bench")
@@ -376,7 +376,7 @@ class Bench:
         return not self._here
 
 
-def rates_of(limits: Limits) -> Rates:
+def _rates_of(limits: Limits) -> Rates:
     """How often each key may come, by a server's limits."""
     by_key = {name: own.rate_per_minute for name, own in limits.keys.items()}
     return Rates(limits.rate_per_minute, {name: rate for name, rate in by_key.items() if rate is not None})
@@ -564,7 +564,7 @@ class Intake:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._rates = rates_of(limits)
+        self._rates = _rates_of(limits)
         self._reserved: Counter[str] = Counter()
         self._line: list[Reservation] = []
 
