@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from darkroom import models
+from darkroom.serve.engine.tickets import ENLARGE_COST
 from darkroom.serve.errors import Refused
-from darkroom.serve.jobs.admission import Rates, check_limits, check_shape, checked_picture
+from darkroom.serve.jobs.admission import Rates, check_limits, check_shape, check_texts, checked_picture
 from darkroom.serve.request import PictureRequest
 from darkroom.serve.settings import Limits
 
@@ -104,3 +105,27 @@ def test_steps_and_work_count_both_passes(tmp_path: Path) -> None:
     assert over.code == "over_limit"
     both = request.model_copy(update={"num": 2})
     assert refused(check_shape, model, both, Limits(work=cost)) is not None
+
+
+def test_an_upscaling_network_before_the_second_pass_is_work_too() -> None:
+    model = models.create("tiny", parts=("unet", "vae", "text_encoder", "tokenizer"), seed=1)
+
+    def cost(upscaler: str) -> float:
+        hires = {"scale": 1.0, "strength": 1.0, "upscaler": upscaler}
+        told = {"prompt": "a", "steps": 1, "guidance": 1.0, "width": 64, "height": 64, "hires": hires}
+        return check_shape(model, PictureRequest.model_validate(told), Limits()).whole_cost
+
+    assert cost("4x_soft") == cost("lanczos") + ENLARGE_COST * 64 * 64
+
+
+def test_texts_that_change_at_every_step_are_bounded_together(small: models.Model) -> None:
+    def asked(prompts: int, texts: int) -> PictureRequest:
+        changing = "[".join(["", *(f"a:b:{i + 1}]" for i in range(texts - 1))])
+        prompt = " AND ".join(f"{i} {changing}" for i in range(prompts))
+        return PictureRequest(prompt=prompt, weighting="a1111", steps=150, guidance=1.0)
+
+    assert refused(check_texts, small, asked(1, 90)) is None
+    error = refused(check_texts, small, asked(16, 40))
+    assert error is not None
+    assert (error.status, error.param) == (422, "prompt")
+    assert "256 parts" in error.message

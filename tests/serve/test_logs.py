@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import logging
+import socket
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 from darkroom.errors import InputError
 from darkroom.serve import logs
 from darkroom.serve.api.guard import make_key
+from darkroom.serve.jobs.admission import OF_PROMPT
+from serve.conftest import free_port
 
 BODY = {"prompt": "a red circle", "steps": 3, "seed": 3}
 
@@ -103,3 +106,35 @@ def test_a_traceback_is_part_of_its_line():
     [line] = lines_of(run)
     assert line["level"] == "error"
     assert "ValueError: no" in line["traceback"]
+
+
+def test_every_line_is_json_also_for_what_is_no_http_and_what_others_warn_of(serve):
+    port = str(free_port())
+    server = serve("--log-format", "json", "--port", port)
+    server.first_answer("/live")
+    server.ready()
+    with socket.create_connection(("127.0.0.1", int(port))) as there:
+        there.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+        assert b"400" in there.recv(1000)
+    assert server.stop() == 0
+    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    assert [line for line in lines if line["message"].startswith("Invalid HTTP")]
+
+
+def test_no_prompt_is_written_down_where_the_answer_quotes_it(run_http):
+    changing = "".join(f"[Sibylle{i}:b:{i}]" for i in range(120))
+    asked = (
+        {"prompt": changing, "weighting": "a1111", "steps": 140},
+        {"prompt": "Sibylle " + "x1 " * 1300, "weighting": "none"},
+        {"prompt": "a <lora:Sibylle:much>"},
+    )
+
+    async def scenario(core, http):
+        return [await http.post("/jobs", json={**BODY, **one}) for one in asked]
+
+    answers: list[Any] = []
+    lines = lines_of(lambda: answers.extend(run_http(scenario)))
+    assert [answer.status_code for answer in answers] == [422] * 3
+    assert all("Sibylle" in answer.json()["error"]["message"] for answer in answers)
+    assert [line["why"] for line in lines if line.get("refused")] == [OF_PROMPT] * 3
+    assert "Sibylle" not in json.dumps(lines)

@@ -82,3 +82,35 @@ def test_two_servers_of_a_process_count_apart():
     one, other = Metrics(), Metrics()
     one.pictures.inc()
     assert value(other.text().decode(), "darkroom_pictures_total") == 0
+
+
+def test_memory_is_told_on_whichever_port_it_is_asked_for(run_core):
+    async def scenario(core):
+        return (
+            core.metrics.text().decode()
+        )  # as the port of --metrics-port reads it, with nothing asked before
+
+    text = run_core(scenario)
+    assert value(text, "darkroom_device_memory_bytes") > 2**20
+
+
+def test_a_key_sees_what_it_draws_itself_and_not_what_others_do(run_http, tmp_path):
+    file = tmp_path / "keys.txt"
+    keys = {name: make_key(file, name) for name in ("alice", "bob")}
+
+    async def scenario(core, http):
+        told = {}
+        for key in keys.values():
+            known = {"Authorization": f"Bearer {key}"}
+            answer = await http.post("/jobs", json=BODY, headers=known)
+            await http.get(f"/jobs/{answer.json()['id']}?wait_s=30", headers=known)
+        for name, key in keys.items():
+            told[name] = (await http.get("/metrics", headers={"Authorization": f"Bearer {key}"})).text
+        return told, core.metrics.text().decode()
+
+    told, whole = run_http(scenario, key_file=file)
+    for name, other in (("alice", "bob"), ("bob", "alice")):
+        assert value(told[name], f'darkroom_key_pictures_total{{key="{name}"}}') == 1
+        assert other not in told[name]
+        assert value(told[name], "darkroom_pictures_total") == 2
+        assert value(whole, f'darkroom_key_pictures_total{{key="{name}"}}') == 1

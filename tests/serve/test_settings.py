@@ -160,3 +160,19 @@ def test_a_client_that_left_finds_its_picture_when_it_asks_again(run_http):
         return len((await http.get("/jobs")).json()["jobs"])
 
     assert run_http(scenario) == 1
+
+
+def test_an_idempotency_key_holds_in_a1111s_api_and_its_job_is_one_of_that_api(run_http):
+    async def scenario(core, http):
+        told, body = {"Idempotency-Key": "order 66"}, {"prompt": "a red circle", "steps": 3}
+        once = await http.post("/sdapi/v1/txt2img", json=body, headers=told)
+        again = await http.post("/sdapi/v1/txt2img", json=body, headers=told)
+        assert once.status_code == again.status_code == 200
+        assert once.json()["images"] == again.json()["images"]
+        other = await http.post("/sdapi/v1/txt2img", json={**body, "seed": 4}, headers=told)
+        assert other.status_code == 409
+        jobs = (await http.get("/jobs")).json()["jobs"]
+        assert (await http.post("/sdapi/v1/txt2img", json=body)).json()["images"] != once.json()["images"]
+        return [job["id"][:6] for job in jobs]
+
+    assert run_http(scenario) == ["sdapi-"]

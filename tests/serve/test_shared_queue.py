@@ -335,3 +335,25 @@ def _at_hand(core: Core) -> set[str]:
 def test_sharing_needs_a_database(model_folder, tmp_path):
     with pytest.raises(InputError, match="--jobs"):
         Core(ServeSettings(model=str(model_folder), state=tmp_path, shared=True))
+
+
+def test_uploads_of_a_server_that_was_killed_before_it_accepted_their_job_go(run_core, url, monkeypatch):
+    async def scenario(core: Core) -> list[bytes | None]:
+        core.results.write("a" * 32, {"image.upload": b"nobody's"})
+        job = await core.submit(QUICK, key="a")
+        await core.finished(job.id, key="a")
+
+        def there() -> list[bytes | None]:
+            return [core.results.read("a" * 32, "image.upload"), core.results.read(job.uid, "0.png")]
+
+        await core._house.sweep(core.limits, 0)
+        found = there()
+        monkeypatch.setattr("darkroom.serve.jobs.retention.OWNERLESS_S", 0.0)
+        await core._house.sweep(core.limits, 0)
+        return [*found, *there()]
+
+    first, png, then, still = run_core(scenario, shared=True, jobs=url)
+    assert first == b"nobody's", "another server may be about to accept it"
+    assert then is None
+    assert png is not None
+    assert png == still

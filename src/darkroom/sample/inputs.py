@@ -26,6 +26,8 @@ MAX_BYTES, MAX_PIXELS = 64 * 2**20, 64_000_000
 # PNG, JPEG and WebP by the first bytes; other readers of Pillow never see a file.
 SIGNATURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")
 OPAQUE = 255
+ORIENTATION = 0x0112
+"""EXIF's tag of how a picture is to be turned."""
 
 
 def read_image(source: Image.Image | bytes | str | Path) -> Image.Image:
@@ -34,7 +36,7 @@ def read_image(source: Image.Image | bytes | str | Path) -> Image.Image:
     Size and format are checked before anything is decoded.
     """
     if isinstance(source, Image.Image):
-        return source.convert("RGB")
+        return _on_white(upright(source))
     data, name = _bytes_of(source)
     # Here, so that pictures from prompts alone need no store's packages.
     from darkroom.data.images import PictureError, decode
@@ -45,13 +47,32 @@ def read_image(source: Image.Image | bytes | str | Path) -> Image.Image:
         raise InputError(f"{name} is no picture that can be read: {error}") from error
 
 
+def upright(image: Image.Image) -> Image.Image:
+    """A picture turned as its EXIF says; damaged EXIF says nothing."""
+    try:
+        orientation = image.getexif().get(ORIENTATION, 1)
+    except Exception:  # Pillow raises anything for a torn block
+        return image
+    return ImageOps.exif_transpose(image) if orientation in range(2, 9) else image
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """As RGB, what is transparent laid on white."""
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    see_through = image.convert("RGBA")
+    flat = Image.new("RGB", image.size, "white")
+    flat.paste(see_through, mask=see_through.getchannel("A"))
+    return flat
+
+
 def read_mask(source: Image.Image | bytes | str | Path) -> Image.Image:
     """A mask as grey: white is painted anew, black stays. A mask's transparent part is painted anew."""
     if isinstance(source, Image.Image):
-        image = source
+        image = upright(source)
     else:
         read_image(source)  # the same refusals
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(_bytes_of(source)[0])))
+        image = upright(Image.open(io.BytesIO(_bytes_of(source)[0])))
     if image.has_transparency_data:
         alpha = image.convert("RGBA").getchannel("A")
         if np.asarray(alpha).min() < OPAQUE // 2:

@@ -31,6 +31,7 @@ class Refused(DarkroomError):
 
     `retry_after_s` says when it is worth asking again, where waiting helps. Without it clients that ask again
     by themselves after some statuses get a header against it: it would only be drawn, or refused, once more.
+    `logged` is the message without what a log must not hold: a prompt.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class Refused(DarkroomError):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
+        logged: str | None = None,
     ) -> None:
+        self.logged = message if logged is None else logged
         self.status, self.code, self.message = status, code, message
         self.param, self.retry_after_s = param, retry_after_s
         super().__init__(message)

@@ -21,6 +21,8 @@ from typing import Any, TextIO
 from darkroom.errors import InputError
 
 FORMATS = ("text", "json")
+OTHERS = ("uvicorn", "asyncio", "py.warnings", "mcp")
+"""Further loggers of a server's process, whose warnings are to be lines as ours are."""
 LEVELS = ("debug", "info", "warning", "error")
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
 LOG = logging.getLogger("darkroom.serve")
@@ -109,6 +111,10 @@ def set_up(form: str = "text", level: str = "info", stream: TextIO | None = None
         raise InputError(f"--log-level {level}", allowed=", ".join(LEVELS))
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    for name in OTHERS:
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).propagate = False
+    logging.captureWarnings(True)
     logger = logging.getLogger("darkroom")
     logger.addHandler(handler)
     logger.setLevel(level.upper())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 from prometheus_client import (
@@ -24,6 +25,10 @@ CANCEL_BUCKETS = (0, 1, 2, 4, 8)
 SECONDS_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 900)
 PHASES = ("queue", "text", "denoise", "decode", "write")
 ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
+
+
+OF_KEY = re.compile(rb"darkroom_key_\w+\{")
+"""Samples that are counted by key."""
 
 
 class Metrics:
@@ -116,10 +121,19 @@ class Metrics:
         PlatformCollector(registry=self.registry)
         self.registry.register(GC_COLLECTOR)
 
-    def look(self, ready: Callable[[], bool], queue_age_s: Callable[[], float]) -> None:
+    def look(
+        self,
+        *,
+        ready: Callable[[], bool],
+        queue_age_s: Callable[[], float],
+        device_bytes: Callable[[], float],
+        net_bytes: Callable[[], float],
+    ) -> None:
         """Have what changes by itself looked up at each scrape, on whichever port it comes."""
         self.ready.set_function(lambda: float(ready()))
         self.queue_age.set_function(queue_age_s)
+        self.device_memory.set_function(device_bytes)
+        self.net_memory.set_function(net_bytes)
 
     def follow_models(
         self,
@@ -153,3 +167,9 @@ class Metrics:
     def text(self) -> bytes:
         """All of them in Prometheus' text format."""
         return generate_latest(self.registry)
+
+    def text_for(self, key: str) -> bytes:
+        """The same for one of several keys: how much the others draw is none of its business."""
+        own = f'{{key="{key}"}}'.encode()
+        lines = self.text().splitlines(keepends=True)
+        return b"".join(line for line in lines if not OF_KEY.match(line) or own in line)

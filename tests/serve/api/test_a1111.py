@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 import math
 import threading
 import time
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +19,10 @@ from PIL import Image, PngImagePlugin
 
 from darkroom import sample
 from darkroom.serve.api.a1111 import Txt2Img
-from darkroom.serve.settings import ServeSettings
+from darkroom.serve.api.controlnet import _shaped
+from darkroom.serve.api.guard import make_key
+from darkroom.serve.engine.tickets import png_of
+from darkroom.serve.settings import Limits, ServeSettings
 from darkroom.serve.status import model_card
 from serve.api.conftest import base64_of, change, opened
 from serve.conftest import difference
@@ -392,3 +397,50 @@ def test_a_second_pass_makes_the_picture_larger(http, small):
     plain = http.post("/sdapi/v1/txt2img", json=body).json()["images"][0]
     assert opened(plain).size == (32, 32)
     assert change(opened(image).resize((32, 32)), opened(plain)) > 1
+
+
+def test_more_pictures_than_a_job_may_have_are_refused_not_left_out(http):
+    told = http.post("/sdapi/v1/txt2img", json={"prompt": "a", "batch_size": 40, "n_iter": 40})
+    assert (told.status_code, told.json()["detail"]) == (
+        422,
+        "batch_size times n_iter: at most 16 pictures",
+    )
+
+
+def test_work_on_pictures_outside_of_jobs_takes_turns_and_holds_up_no_job(run_http, tmp_path):
+    file = tmp_path / "keys.txt"
+    keys = {name: {"Authorization": f"Bearer {make_key(file, name)}"} for name in ("alice", "bob")}
+    body = {"image": base64_of(Image.new("RGB", (1024, 1024), "red")), "upscaler_1": "Lanczos"}
+
+    async def scenario(core, http):
+        async def enlarged():
+            return await http.post("/sdapi/v1/extra-single-image", json=body, headers=keys["alice"])
+
+        async def drawn():
+            job = {"prompt": "a", "steps": 2}
+            answer = await http.post("/jobs", json=job, headers=keys["bob"])
+            asked = f"/jobs/{answer.json()['id']}?wait_s=30"
+            return (await http.get(asked, headers=keys["bob"])).json()["state"]
+
+        many = [asyncio.create_task(enlarged()) for _ in range(40)]
+        while sum(core.bench._here.values()) < 32:
+            await asyncio.sleep(0.001)
+        other = await http.post("/maps", json={"image": body["image"], "map": "invert"}, headers=keys["bob"])
+        assert (other.status_code, await drawn()) == (200, "done")
+        assert sum(not one.done() for one in many) > 16, "who came later did not wait for all of them"
+        return [(one.status_code, one.headers.get("retry-after")) for one in await asyncio.gather(*many)]
+
+    answers = run_http(scenario, key_file=file)
+    assert sorted(set(answers), key=str) == [(200, None), (429, "5")]
+    assert answers.count((200, None)) >= 32
+
+
+def test_the_border_of_a_picture_of_one_row_is_found_in_no_time(small):
+    picture = np.zeros((1, 3_000_000, 3), np.uint8)
+    picture[:, :2_000_000] = (200, 10, 90)
+    tracemalloc.start()
+    made = _shaped(png_of(Image.fromarray(picture)), (64, 32), "fill", Limits())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert opened(made).getpixel((0, 0)) == (200, 10, 90)
+    assert peak < 150 * 2**20

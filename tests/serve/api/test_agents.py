@@ -6,6 +6,8 @@ import asyncio
 import base64
 import io
 import json
+import socket
+import time
 from collections.abc import Awaitable, Callable
 from importlib.util import find_spec
 from typing import Any
@@ -52,6 +54,34 @@ def called(there: Any, scenario: Callable[[Any], Awaitable[Any]], key: str | Non
                 return await scenario(client)
 
     return asyncio.run(whole())
+
+
+def test_the_job_of_an_agent_whose_connection_ends_is_cancelled(there):
+    """By the protocol of 2025, in which a call cannot be given up otherwise."""
+    server, key = there
+    arguments = {"prompt": "a", "num": 16, "steps": 150}
+    call = {"name": "draw", "arguments": arguments}
+    body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": call})
+    head = (
+        f"POST /mcp HTTP/1.1\r\nHost: {server.url[7:]}\r\nAuthorization: Bearer {key}\r\n"
+        "Accept: application/json, text/event-stream\r\nContent-Type: application/json\r\n"
+        f"MCP-Protocol-Version: 2025-06-18\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+
+    def latest() -> Any:
+        return server.http.get("/jobs?limit=1").json()["jobs"][:1]
+
+    earlier = latest()
+    host, port = server.url[7:].split(":")
+    with socket.create_connection((host, int(port))) as agent:
+        agent.sendall((head + body).encode())
+        while latest() == earlier or latest()[0]["state"] != "running":
+            time.sleep(0.02)
+    start = time.monotonic()
+    while latest()[0]["state"] == "running":
+        assert time.monotonic() - start < 10, "drawn for nobody"
+        time.sleep(0.02)
+    assert latest()[0]["state"] == "cancelled"
 
 
 def opened(content: Any) -> Image.Image:

@@ -437,3 +437,16 @@ def test_too_many_nets_are_refused(http):
     told = http.post("/jobs", json={"prompt": "a horse", "controls": three})
     assert told.status_code == 422
     assert "--control-memory" in told.json()["error"]["message"]
+
+
+def test_a_form_may_have_a_net_with_a_picture_of_more_than_a_mebibyte(http):
+    noise = Image.effect_noise((1200, 1200), 90).convert("RGB")
+    controls = json.dumps([{"net": "edges", "image": base64_of(noise)}])
+    assert len(controls) > 2**20
+    fields = {"prompt": "a", "num_inference_steps": "2", "controls": controls}
+    start = {"image": ("a.png", png_of(steering(3)), "image/png")}
+    answer = http.post("/v1/images/edits", data=fields, files=start)
+    assert answer.status_code == 200, answer.text
+    many = json.dumps([{"net": "edges", "image": "", **{f"x{i}": 0 for i in range(60_000)}}])
+    answer = http.post("/v1/images/edits", data={**fields, "controls": many}, files=start)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")

@@ -274,3 +274,29 @@ def test_the_address_is_the_one_that_the_client_used_as_far_as_it_can_be_trusted
     guard = Guard(Behind(), metrics=Metrics(), keys=told, limits=Limits(), hosts=("own.example",))
     scope = {"client": (client, 1), "scheme": "http", "server": ("127.0.0.1", 80)}
     assert guard._address(scope, headers) == address
+
+
+def test_a_key_is_added_to_a_file_whose_last_line_an_editor_left_open(tmp_path):
+    file = tmp_path / "keys"
+    first = make_key(file, "anna")
+    file.write_text(file.read_text().rstrip("\n"))
+    second = make_key(file, "bert")
+    keys = Keys(file)
+    assert (keys.name_of(first), keys.name_of(second)) == ("anna", "bert")
+
+
+def test_one_of_several_keys_leaves_half_of_all_requests_to_the_others(guarded, key, tmp_path):
+    other = make_key(tmp_path / "keys", "bert")
+    listening, behind = guarded(requests=4)
+    ask = f"GET /held HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {key}\r\n\r\n".encode()
+    held = [listening.connect(ask) for _ in range(2)]
+    for _ in held:
+        assert behind.held.acquire(timeout=10)
+    told = listening.get("/one-more", headers={"X-API-Key": key})
+    assert (told.status_code, told.json()["error"]["code"]) == (429, "too_many_requests")
+    assert told.headers["retry-after"] == "5"
+    assert listening.get("/its", headers={"X-API-Key": other}).status_code == 200
+    behind.open.set()
+    for there in held:
+        assert there.recv(1000).startswith(b"HTTP/1.1 200")
+    assert listening.get("/one-more", headers={"X-API-Key": key}).status_code == 200

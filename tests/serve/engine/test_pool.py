@@ -226,7 +226,7 @@ def test_where_one_fits_both_take_turns_and_a_released_one_is_gone(run_core, oth
         await until(lambda: not any(one.busy for one in core.pool.served))
         gc.collect()
         loaded = {one.name for one in core.pool.served if one.opened is not None}
-        return names, made, loaded, first() is None, core.metrics_text().decode(), core.status()
+        return names, made, loaded, first() is None, core.metrics.text().decode(), core.status()
 
     told = {"more_models": (str(other_folder),), "model_memory": one_fits}
     names, made, loaded, gone, metrics, status = run_core(scenario, **told)
@@ -328,7 +328,7 @@ def test_one_model_has_the_metrics_and_digests_that_it_had(run_core):
         job = await core.submit(REQUEST, key="a", job_id="j")
         same = await core.submit(REQUEST.model_copy(update={"model": "small"}), key="a", job_id="j")
         await core.finished("j", key="a")
-        return core.metrics_text().decode(), job.request.model, same.uid == job.uid
+        return core.metrics.text().decode(), job.request.model, same.uid == job.uid
 
     metrics, model, same = run_core(scenario)
     assert "darkroom_model_" not in metrics

@@ -7,6 +7,8 @@ import hashlib
 import io
 import json
 import re
+import stat
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -23,7 +25,7 @@ from darkroom.models.adapters.layers import Factors
 from darkroom.models.adapters.read import adaptable, read_adapter, write_adapter
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs import core as core_module
-from darkroom.serve.jobs.results import ResultWriter
+from darkroom.serve.jobs.results import Results, ResultWriter
 from darkroom.serve.jobs.store import JobStore, StorageError
 from darkroom.serve.request import AdapterChoice, PictureRequest, Uploads
 from darkroom.serve.settings import Limits
@@ -815,7 +817,7 @@ def test_a_job_says_what_it_cost(run_core):
     async def scenario(core):
         job = await core.submit(QUICK, key="a")
         done = await core.finished(job.id, key="a")
-        return done.cost, core.metrics_text().decode()
+        return done.cost, core.metrics.text().decode()
 
     cost, metrics = run_core(scenario, usd_per_hour=3.6)
     assert cost["usd"] == pytest.approx(cost["device_s"] / 1000, rel=1e-3)
@@ -838,3 +840,89 @@ def test_files_without_a_job_are_cleared_away_and_those_of_jobs_stay(run_core):
     assert run_core(scenario) == 2
     uids, kept = run_core(later)
     assert uids == [kept]
+
+
+def test_nothing_of_a_job_is_left_on_the_disk_when_it_was_kept_long_enough(run_core):
+    secret = QUICK.model_copy(update={"prompt": "a letter to Sibylle Zwicky " * 40})
+
+    async def scenario(core):
+        folder = core.results.folder.parent
+        for i in range(3):
+            job = await core.submit(secret.model_copy(update={"seed": i}), key="a")
+            await core.finished(job.id, key="a")
+
+        def found():
+            return [
+                file.name for file in folder.rglob("*") if file.is_file() and b"Sibylle" in file.read_bytes()
+            ]
+
+        before = found()
+        await core._house.sweep(core.limits.model_copy(update={"keep_s": 0.001}), 0)
+        await asyncio.wrap_future(core.store.probe())  # the log is emptied after the rows are gone
+        return before, found(), stat.S_IMODE(folder.stat().st_mode)
+
+    before, after, mode = run_core(scenario)
+    assert {"0.png", "jobs.db-wal"} <= set(before)
+    assert after == []
+    assert sys.platform == "win32" or mode == 0o700
+
+
+def test_files_that_cannot_be_deleted_keep_their_job_and_go_later(run_core, monkeypatch):
+    async def scenario(core):
+        jobs = [await core.submit(QUICK.model_copy(update={"seed": i}), key="a") for i in range(3)]
+        for job in jobs:
+            await core.finished(job.id, key="a")
+        stuck, delete = jobs[1].uid, Results.delete
+        limits = core.limits.model_copy(update={"keep_s": 0.001})
+
+        def sticking(results, uid, names=None):
+            if uid == stuck:
+                raise PermissionError(1, "not now")
+            delete(results, uid, names)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Results, "delete", sticking)
+            await core._house.sweep(limits, 0)
+            left = [job.uid for job in await core.jobs(key="a")], core.results.uids()
+        await core._house.sweep(limits, 0)
+        return stuck, left, core.results.uids(), await core.jobs(key="a")
+
+    stuck, left, files, jobs = run_core(scenario)
+    assert left == ([stuck], [stuck])
+    assert (files, jobs) == ([], [])
+
+
+def test_a_photograph_that_lies_on_its_side_is_drawn_from_upright_and_what_is_transparent_is_white(
+    run_core, small
+):
+    upright = Image.linear_gradient("L").resize((24, 48)).convert("RGB")
+    upright.paste((250, 20, 20), (0, 0, 24, 12))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    lying = io.BytesIO()
+    upright.transpose(Image.Transpose.ROTATE_90).save(lying, "PNG", exif=exif)
+    seen_through = io.BytesIO()
+    hole = upright.convert("RGBA")
+    hole.paste((0, 0, 0, 0), (0, 24, 24, 48))
+    hole.save(seen_through, "PNG")
+    on_white = upright.copy()
+    on_white.paste((255, 255, 255), (0, 24, 24, 48))
+    wanted = QUICK.model_copy(update={"strength": 0.5})
+
+    async def scenario(core):
+        made = []
+        for content in (lying.getvalue(), seen_through.getvalue()):
+            job = await core.submit(wanted, key="a", uploads=Uploads(content))
+            await core.finished(job.id, key="a")
+            made.append(Image.open(io.BytesIO((await core.pictures(job.id, key="a"))[0].png)))
+        return made
+
+    pictures = run_core(scenario)
+    told = {"strength": 0.5, "steps": 3, "seed": 5, "optimise": "none", "notice": lambda _: None}
+    for made, start, other in zip(pictures, (upright, on_white), (on_white, upright), strict=True):
+        assert made.height > made.width
+        lone, apart = (
+            sample.generate(small, "a red circle", image=one, **told)[0].image for one in (start, other)
+        )
+        assert difference(made, lone) <= 1
+        assert difference(made, apart) >= 3

@@ -12,7 +12,6 @@ import asyncio
 import json
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +31,7 @@ from darkroom.serve.api.controlnet import units_of
 from darkroom.serve.api.shared import all_made, caller, decoded, encoded, pngs_of, route_in
 from darkroom.serve.engine.tickets import png_of
 from darkroom.serve.errors import Refused
-from darkroom.serve.jobs.admission import Rates, checked_picture
+from darkroom.serve.jobs.admission import checked_picture
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import MAX_SEED, ControlUpload, HiresChoice, Job, PictureRequest, Uploads
 from darkroom.serve.settings import Limits
@@ -108,7 +107,7 @@ class Txt2Img(BaseModel):
             prompt=self.prompt,
             model=model,
             negative=self.negative_prompt or None,
-            num=min(1000, (self.batch_size or 1) * (self.n_iter or 1)),
+            num=self._num(core),
             seed=None if self.seed in (-1, None) else self.seed,
             width=self.width,
             height=self.height,
@@ -122,6 +121,13 @@ class Txt2Img(BaseModel):
             hires=self._hires(core, named.get("solver") or card.solver),
             controls=tuple(unit.choice() for unit in units_of(self.alwayson_scripts)),
         )
+
+    def _num(self, core: Core) -> int:
+        num = (self.batch_size or 1) * (self.n_iter or 1)
+        if num > core.limits.pictures:
+            message = f"batch_size times n_iter: at most {core.limits.pictures} pictures"
+            raise Refused(422, "over_limit", message, param="batch_size")
+        return num
 
     def uploads(self, core: Core, card: ModelCard) -> Uploads | None:
         """The pictures of the ControlNet extension's units. Takes a while."""
@@ -253,25 +259,21 @@ class PngInfo(BaseModel):
 def a1111_router(core: Core) -> APIRouter:
     """The `/sdapi/v1` routes."""
     router = APIRouter(prefix="/sdapi/v1", tags=["a1111"], route_class=route_in(core, _error))
-    reading = Rates(core.limits.rate_per_minute)
     chosen = ChosenModels(core.settings.state / "a1111-models.json")
 
     @router.post("/txt2img")
     async def txt2img(body: Txt2Img, request: Request) -> dict[str, Any]:
         """Pictures of a prompt."""
         wanted = body.request(core, chosen.of(caller(request)))
-        if wanted.controls:
-            reading.take(caller(request))
-        uploads = await asyncio.to_thread(body.uploads, core, core.card(wanted.model))
+        uploads = await _uploads(core, body, wanted, request, is_made=bool(wanted.controls))
         return await _answer(core, body, wanted, request, uploads)
 
     @router.post("/img2img")
     async def img2img(body: Img2Img, request: Request) -> dict[str, Any]:
         """Pictures that start from one."""
         wanted = body.request(core, chosen.of(caller(request)))
-        if wanted.controls or body.mask is not None:
-            reading.take(caller(request))
-        uploads = await asyncio.to_thread(body.uploads, core, core.card(wanted.model))
+        is_made = bool(wanted.controls) or body.mask is not None
+        uploads = await _uploads(core, body, wanted, request, is_made=is_made)
         return await _answer(core, body, wanted, request, uploads)
 
     @router.get("/progress")
@@ -300,11 +302,10 @@ def a1111_router(core: Core) -> APIRouter:
     @router.post("/png-info")
     async def png_info(body: PngInfo, request: Request) -> dict[str, Any]:
         """The settings that a picture carries."""
-        reading.take(caller(request))
-        return await asyncio.to_thread(_png_info, core, body.image)
+        return await core.bench.do(caller(request), lambda: _png_info(core, body.image))
 
     _add_lists(router, core, chosen)
-    add_server_routes(router, core, reading)
+    add_server_routes(router, core)
     return router
 
 
@@ -429,12 +430,21 @@ def _error(refused: Refused) -> dict[str, Any]:
     return {"error": refused.code, "detail": refused.message, "body": "", "errors": refused.message}
 
 
+async def _uploads(
+    core: Core, body: Txt2Img, wanted: PictureRequest, request: Request, *, is_made: bool
+) -> Uploads | None:
+    """The pictures of a request; those that are cut or blurred first (`is_made`) wait their turn."""
+    card = core.card(wanted.model)
+    if is_made:
+        return await core.bench.do(caller(request), lambda: body.uploads(core, card))
+    return await asyncio.to_thread(body.uploads, core, card)
+
+
 async def _answer(
     core: Core, body: Txt2Img, wanted: PictureRequest, request: Request, uploads: Uploads | None
 ) -> dict[str, Any]:
-    ids = [f"{PREFIX}{uuid.uuid4().hex}"]
     try:
-        [job] = await all_made(core, request, [wanted], uploads=uploads, ids=ids)
+        [job] = await all_made(core, request, [wanted], uploads=uploads, prefix=PREFIX)
     except Refused as refused:
         if refused.param != "image":
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import psutil
@@ -16,7 +15,7 @@ from darkroom.models.upscaler import Upscaler, Upscalers
 from darkroom.serve.api.shared import caller, decoded, encoded
 from darkroom.serve.engine.tickets import png_of
 from darkroom.serve.errors import Refused, say
-from darkroom.serve.jobs.admission import Rates, checked_picture
+from darkroom.serve.jobs.admission import checked_picture
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.settings import Limits
 
@@ -108,7 +107,7 @@ class UpscaleSeveral(Upscale):
     imageList: list[NamedPicture] = Field(min_length=1, max_length=MOST_PICTURES)
 
 
-def add_server_routes(router: APIRouter, core: Core, reading: Rates) -> None:
+def add_server_routes(router: APIRouter, core: Core) -> None:
     """What stock clients ask for around the pictures."""
     for path in ("checkpoints", "vae", "loras", "embeddings"):
         router.add_api_route(f"/refresh-{path}", _nothing, methods=["POST"])
@@ -145,22 +144,22 @@ def add_server_routes(router: APIRouter, core: Core, reading: Rates) -> None:
     @router.post("/extra-single-image")
     async def extra_single_image(body: UpscaleOne, request: Request) -> dict[str, Any]:
         """An upscaled picture."""
-        reading.take(caller(request))
-        made = await asyncio.to_thread(
-            lambda: encoded(body.of(decoded(body.image, "image"), core.limits, core.upscalers))
+        made = await core.bench.do(
+            caller(request),
+            lambda: encoded(body.of(decoded(body.image, "image"), core.limits, core.upscalers)),
         )
         return {"html_info": "", "image": made}
 
     @router.post("/extra-batch-images")
     async def extra_batch_images(body: UpscaleSeveral, request: Request) -> dict[str, Any]:
         """Several upscaled pictures."""
-        for _ in body.imageList:
-            reading.take(caller(request))
-        made = await asyncio.to_thread(
+        made = await core.bench.do(
+            caller(request),
             lambda: [
                 encoded(body.of(decoded(one.data, "imageList"), core.limits, core.upscalers))
                 for one in body.imageList
-            ]
+            ],
+            len(body.imageList),
         )
         return {"html_info": "", "images": made}
 

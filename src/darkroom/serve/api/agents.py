@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 from starlette.routing import BaseRoute
 
 import darkroom
-from darkroom.serve.api.shared import checked, decoded, of_validation, pngs_of
+from darkroom.serve.api.shared import all_finished, caller, decoded, of_validation, pngs_of
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import AdapterChoice, Job, PictureRequest, Uploads
@@ -134,7 +134,7 @@ class Agents:
             wanted = PictureRequest(**values, adapters=chosen)
             given = {name: decoded(text, name) for name, text in (pictures or {}).items() if text is not None}
             uploads = Uploads(given.get("image"), given.get("mask")) if given else None
-            job = await self._finished(wanted, uploads, _caller(ctx))
+            job = await self._finished(wanted, uploads, ctx.request_context.request)
             pngs = await pngs_of(self.core, [job])
         except ValidationError as error:
             raise ToolError(of_validation(error.errors()).message) from error
@@ -142,17 +142,13 @@ class Agents:
             raise ToolError(error.message) from error
         return [*(Image(data=png, format="png") for png in pngs), json.dumps(list(job.pictures), default=str)]
 
-    async def _finished(self, wanted: PictureRequest, uploads: Uploads | None, key: str) -> Job:
+    async def _finished(self, wanted: PictureRequest, uploads: Uploads | None, request: Any) -> Job:
+        """The caller's job once it is done; cancelled where the agent gives up, or its connection ends."""
+        key = caller(request)
         job = await self.core.submit(wanted, key=key, uploads=uploads)
         try:
-            with self.core.attended(job):
-                return checked(await self.core.finished(job.id, key=key))
+            [done] = await all_finished(self.core, request, [job])
+            return done
         except BaseException:
             await self.core.cancel(job.id, key=key)  # of no effect on a job that is over
             raise
-
-
-def _caller(ctx: Context[Any, Any]) -> str:
-    """The name of the key that the agent came in with."""
-    request: Any = ctx.request_context.request
-    return str(request.state.key)

@@ -170,7 +170,7 @@ def under(prefix: str, app: AsgiApp) -> AsgiApp:
 
 def _add_errors(app: FastAPI, core: Core) -> None:
     def respond(refused: Refused) -> JSONResponse:
-        logs.refused(refused.code, refused.message)
+        logs.refused(refused.code, refused.logged)
         return JSONResponse(error_object(refused), refused.status, headers=refused.headers)
 
     @app.exception_handler(Refused)

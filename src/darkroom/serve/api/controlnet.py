@@ -6,10 +6,10 @@ that need no weights; depth, pose and the like come as finished maps with module
 
 from __future__ import annotations
 
-import asyncio
 import re
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request
 from PIL import Image, ImageOps
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,7 +18,7 @@ from darkroom.sample.control import MAP_NUMBERS, find_map
 from darkroom.serve.api.shared import caller, decoded, encoded, route_in
 from darkroom.serve.engine.tickets import png_of
 from darkroom.serve.errors import Refused
-from darkroom.serve.jobs.admission import Rates, check_map, checked_picture
+from darkroom.serve.jobs.admission import check_map, checked_picture
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import MOST_CONTROLS, ControlChoice, ControlUpload
 from darkroom.serve.settings import Limits
@@ -158,9 +158,10 @@ _LANCZOS = Image.Resampling.LANCZOS
 
 def _filled(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     """The whole picture, on the colour of its border in the middle."""
-    border = [image.getpixel((x, y)) for x in range(image.width) for y in (0, image.height - 1)]
-    border += [image.getpixel((x, y)) for y in range(image.height) for x in (0, image.width - 1)]
-    colour = tuple(sorted(one[i] for one in border)[len(border) // 2] for i in range(3))  # type: ignore[index]
+    pixels_HW3 = np.asarray(image)
+    border_N3 = np.concatenate([pixels_HW3[[0, -1]].reshape(-1, 3), pixels_HW3[:, [0, -1]].reshape(-1, 3)])
+    middle = len(border_N3) // 2
+    colour = tuple(int(value) for value in np.partition(border_N3, middle, axis=0)[middle])
     return ImageOps.pad(image, size, _LANCZOS, color=colour)
 
 
@@ -202,7 +203,6 @@ def controlnet_router(core: Core) -> APIRouter:
     """The `/controlnet` routes."""
     shape = route_in(core, lambda refused: {"error": refused.code, "detail": refused.message})
     router = APIRouter(prefix="/controlnet", tags=["a1111"], route_class=shape)
-    reading = Rates(core.limits.rate_per_minute)
 
     @router.get("/version")
     async def version() -> dict[str, int]:
@@ -235,7 +235,6 @@ def controlnet_router(core: Core) -> APIRouter:
     @router.post("/detect")
     async def detect(body: Detect, request: Request) -> dict[str, Any]:
         """The maps of pictures."""
-        reading.take(caller(request))
         name = ALIASES.get(body.controlnet_module.lower())
         if name is None:
             message = f"controlnet_module: one of {', '.join(MODULES)}"
@@ -253,6 +252,7 @@ def controlnet_router(core: Core) -> APIRouter:
             ]
             return [encoded(png_of(find_map(name)(image.convert("RGB")))) for image in images]
 
-        return {"images": await asyncio.to_thread(made), "info": "Success"}
+        num = len(body.controlnet_input_images)
+        return {"images": await core.bench.do(caller(request), made, num), "info": "Success"}
 
     return router

@@ -21,8 +21,9 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ class Guard:
         self.probe_paths = set(probe_paths)
         self._bodies = Bodies(limits.bodies_bytes)
         self._under_way = 0
+        self._by_key: Counter[str] = Counter()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Let a request in, or answer it."""
@@ -158,12 +160,13 @@ class Guard:
         logs.event("request", logging.DEBUG if quiet else logging.INFO, **fields)
 
     async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        with self._bodies.place() as body:
+        with self._bodies.place() as body, ExitStack() as held:
             try:
                 headers = _headers(scope)
                 caller = self._caller(scope, headers)
                 if self._under_way > self.limits.requests and not self._is_open(scope):
                     raise Refused(503, "busy", "too many requests are under way", retry_after_s=AGAIN_S)
+                held.enter_context(self._share_of(caller))
                 scope.setdefault("state", {})["key"] = caller
                 scope["state"]["address"] = self._address(scope, headers)
                 content = await body.read(headers, receive, self.limits.body_bytes if caller else 0)
@@ -175,6 +178,19 @@ class Guard:
             except ConnectionError:
                 return
             await self.app(scope, _replay(content, receive), send)
+
+    @contextmanager
+    def _share_of(self, caller: str) -> Iterator[None]:
+        """While a request of a key is under way; 429 for one of several keys that has half of all already."""
+        shares = caller and self.keys is not None and self.keys.several
+        if shares and self._by_key[caller] >= max(1, self.limits.requests // 2):
+            message = f"{self._by_key[caller]} requests with key '{caller}' are under way"
+            raise Refused(429, "too_many_requests", message, retry_after_s=AGAIN_S)
+        self._by_key[caller] += 1
+        try:
+            yield
+        finally:
+            self._by_key[caller] -= 1
 
     def _caller(self, scope: MutableMapping[str, Any], headers: dict[str, str]) -> str:
         """The name of the caller's key, empty where none was needed; Refused where it may not come in."""
@@ -265,7 +281,7 @@ class Guard:
         return noted
 
     async def _refuse(self, refused: Refused, send: Send) -> None:
-        logs.refused(refused.code, refused.message)
+        logs.refused(refused.code, refused.logged)
         body = json.dumps(error_object(refused)).encode()
         headers = [(name.lower().encode(), value.encode()) for name, value in refused.headers.items()]
         headers += [
@@ -500,8 +516,11 @@ def make_key(path: Path, name: str) -> str:
     if path.exists() and any(line[0] == name for line in _read(path)):
         raise InputError(f"'{path}' has a key named '{name}' already", mend="take its line out first")
     key, salt = PREFIX + secrets.token_urlsafe(32), secrets.token_hex(16)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(handle, "r+", encoding="ascii", newline="") as file:
+        before = file.read()
+        if before and not before.endswith("\n"):  # as editors leave it
+            file.write("\n")
         file.write(f"{name}:{salt}:{_hash(salt, key)}\n")
         file.flush()
         os.fsync(file.fileno())
@@ -520,6 +539,11 @@ class Keys:
             raise InputError(
                 f"'{path}' holds no key", mend="darkroom serve --make-key NAME --api-key-file FILE"
             )
+
+    @property
+    def several(self) -> bool:
+        """Whether there are keys of more than one name."""
+        return len({name for name, _, _ in self._lines}) > 1
 
     def name_of(self, given: str) -> str | None:
         """The name of a key, None if it is none. Takes the same time whichever it is."""

@@ -25,7 +25,7 @@ from darkroom.serve.api.shared import (
 )
 from darkroom.serve.engine.tickets import png_of
 from darkroom.serve.errors import Refused
-from darkroom.serve.jobs.admission import Rates, check_map, checked_picture, served_maps
+from darkroom.serve.jobs.admission import check_map, checked_picture, served_maps
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import (
     JOB_ID,
@@ -192,7 +192,6 @@ async def _lines(events: AsyncIterator[Event]) -> AsyncGenerator[str]:
 def server_router(core: Core) -> APIRouter:
     """The server about itself."""
     router = APIRouter(tags=["server"])
-    reading = Rates(core.limits.rate_per_minute)
 
     @router.get("/status")
     async def status(request: Request) -> dict[str, Any]:
@@ -225,18 +224,18 @@ def server_router(core: Core) -> APIRouter:
     @router.post("/maps", response_class=Response, responses=PNG)  # type: ignore[arg-type]
     async def map_of(body: MapRequest, request: Request) -> Response:
         """What a net would see of a picture: its map, as PNG."""
-        reading.take(caller(request))
         check_map(body.map)
 
         def made() -> bytes:
             image = checked_picture(decoded(body.image, "image"), core.limits, "image")
             return png_of(find_map(body.map)(image.convert("RGB")))
 
-        return Response(await asyncio.to_thread(made), media_type="image/png")
+        return Response(await core.bench.do(caller(request), made), media_type="image/png")
 
     @router.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """Prometheus' text format."""
-        return Response(core.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def metrics(request: Request) -> Response:
+        """Prometheus' text format. Of what is counted by key only your own; `--metrics-port` has all."""
+        text = core.metrics.text_for(caller(request))
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return router

@@ -42,6 +42,7 @@ from darkroom.serve.request import (
     PictureRequest,
     Uploads,
 )
+from darkroom.serve.settings import Limits
 from darkroom.serve.status import ModelCard
 
 Format = Literal["png", "jpeg", "webp"]
@@ -132,7 +133,7 @@ def openai_router(core: Core) -> APIRouter:
     @router.post("/images/edits", response_model=None, openapi_extra=EDITS_BODY)
     async def edits(request: Request) -> dict[str, Any] | StreamingResponse:
         """Pictures that start from one: a multipart form with `image`, `prompt`, and perhaps `mask`."""
-        wanted, uploads = await _edit(request)
+        wanted, uploads = await _edit(request, core.limits)
         return await _answer(core, wanted, request, uploads, "image_edit")
 
     @router.get("/models")
@@ -170,10 +171,11 @@ FILES = {"image": "image", "image[]": "image", "mask": "mask"}
 MOST_PARTS = 40
 
 
-async def _edit(request: Request) -> tuple[EditsRequest, Uploads]:
+async def _edit(request: Request, limits: Limits) -> tuple[EditsRequest, Uploads]:
     """A form as a request: its texts become the numbers that the fields are."""
     try:
-        form = await request.form(max_files=2, max_fields=MOST_PARTS)
+        # `controls` is a text with pictures inside: the bound on bodies holds for it, not Starlette's 1 MiB.
+        form = await request.form(max_files=2, max_fields=MOST_PARTS, max_part_size=limits.body_bytes)
     except (OSError, MemoryError):  # a full disk or no memory for the parts is not the client's mistake
         raise
     except Exception as error:  # whatever a parser makes of hostile bytes

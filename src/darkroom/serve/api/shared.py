@@ -10,6 +10,7 @@ import hmac
 import io
 import json
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -54,15 +55,16 @@ async def all_made(
     wanted: Sequence[PictureRequest],
     *,
     uploads: Uploads | None = None,
-    ids: Sequence[str] = (),
+    prefix: str = "",
 ) -> list[Job]:
     """Submit and wait for all; where one fails or the client leaves, the others are cancelled.
 
-    With an Idempotency-Key they go on: the client will ask again, and finds them.
+    With an Idempotency-Key they go on: the client will ask again, and finds them. `prefix` begins the jobs'
+    ids.
     """
     key, jobs = caller(request), []
-    repeatable = [] if ids else repeatable_ids(request, len(wanted))
-    ids = ids or repeatable
+    repeatable = repeatable_ids(request, len(wanted), prefix)
+    ids = repeatable or ([f"{prefix}{uuid.uuid4().hex}" for _ in wanted] if prefix else [])
     several = len(wanted) > 1
     if several:
         await core.check_together(wanted, key=key, ids=ids)
@@ -70,7 +72,7 @@ async def all_made(
         for i, one in enumerate(wanted):
             job_id = ids[i] if ids else None
             jobs.append(await core.submit(one, key=key, uploads=uploads, job_id=job_id, counted=several))
-        return await _all_finished(core, request, jobs)
+        return await all_finished(core, request, jobs)
     except BaseException:
         if repeatable:
             raise
@@ -79,7 +81,7 @@ async def all_made(
         raise
 
 
-def repeatable_ids(request: Request, num: int) -> list[str]:
+def repeatable_ids(request: Request, num: int, prefix: str = "") -> list[str]:
     """The ids of a request's jobs where it has an `Idempotency-Key`, so that sent again it finds them."""
     given = request.headers.get("idempotency-key")
     if given is None:
@@ -88,10 +90,12 @@ def repeatable_ids(request: Request, num: int) -> list[str]:
         digest = f"Idempotency-Key: 1 to {MOST_IDEMPOTENCY_KEY} characters"
         raise Refused(422, "invalid_value", digest, param="Idempotency-Key")
     digest = hashlib.sha256(f"{request.method} {request.url.path}\n{given}".encode()).hexdigest()[:40]
-    return [f"idem-{digest}-{i}" for i in range(num)]
+    return [f"{prefix or 'idem-'}{digest}-{i}" for i in range(num)]
 
 
-async def _all_finished(core: Core, request: Request, jobs: Sequence[Job]) -> list[Job]:
+async def all_finished(core: Core, request: Request, jobs: Sequence[Job]) -> list[Job]:
+    """The jobs once all are done; Refused where one ends otherwise, or the client leaves."""
+
     async def one(job: Job) -> Job:
         with core.attended(job):
             return checked(await core.finished(job.id, key=job.key))
@@ -203,7 +207,7 @@ def route_in(core: Core, shape: Shape, *, invalid: int = 422) -> type[APIRoute]:
                     refused = of_validation(error.errors())
                 except Refused as error:
                     refused = error
-                logs.refused(refused.code, refused.message)
+                logs.refused(refused.code, refused.logged)
                 status = invalid if refused.status == 422 else refused.status
                 return JSONResponse(shape(refused), status, headers=refused.headers)
 
@@ -300,6 +304,7 @@ def controls_of(given: Any) -> list[ControlGiven]:
     """Controls of a dialect that has no field for them: a list, or its JSON."""
     try:
         if isinstance(given, str):
+            check_values(given.encode("utf-8", "replace"))
             return CONTROLS.validate_json(given)
         return CONTROLS.validate_python(given)
     except ValidationError as error:

@@ -86,7 +86,8 @@ class ServedModel:
     @property
     def engine(self) -> Engine | None:
         """Where it is drawn, while it is loaded."""
-        return None if self.opened is None else self.opened.engine
+        opened = self.opened
+        return None if opened is None else opened.engine
 
     @property
     def sha256(self) -> str | None:
@@ -113,13 +114,15 @@ class ServedModel:
 
     def in_memory(self) -> int:
         """Bytes of its weights while it is loaded."""
-        parts = () if self.opened is None else self.opened.model.modules.values()
+        opened = self.opened  # once: metrics are read from a thread of their own
+        parts = () if opened is None else opened.model.modules.values()
         return sum(one.numel() * one.element_size() for part in parts for one in part.parameters())
 
     def waiting(self, key: str | None = None) -> int:
         """Pictures that wait, of one key or of all."""
         here = sum(len(work.tickets) for work in self.parked if key in (None, work.key))
-        return here + (0 if self.engine is None else self.engine.waiting(key))
+        engine = self.engine
+        return here + (0 if engine is None else engine.waiting(key))
 
 
 class ModelPool:
@@ -229,7 +232,7 @@ class ModelPool:
     @property
     def opened(self) -> list[LoadedModel]:
         """Those that are loaded, the first of the server's before others."""
-        return [one.opened for one in self.served if one.opened is not None]
+        return [opened for opened in (one.opened for one in self.served) if opened is not None]
 
     @property
     def engines(self) -> list[Engine]:

@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -75,6 +76,8 @@ def shape_of(model: Model, request: PictureRequest, image: Image.Image | None = 
     prompts = len(composed(request.prompt)) if settings.weighting == "a1111" else 1
     evaluations = 1 + prompts if (guidance > 1 or prompts > 1) and not distilled else 1
     larger = _larger(model, settings, (width, height), evaluations, len(request.controls))
+    if larger is not None and settings.hires is not None and settings.hires.upscaler not in PLAIN_UPSCALERS:
+        larger = replace(larger, enlarged_pixels=width * height)
     return Shape(width, height, len(table), evaluations, larger, len(request.controls))
 
 

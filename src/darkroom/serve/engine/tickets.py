@@ -65,6 +65,9 @@ class Loan:
 
 
 NET_COST = 0.5
+ENLARGE_COST = 13.0
+"""Of an upscaling network in evaluations a pixel that it reads: an RRDBNet of 23 blocks has 17 million
+multiplications a pixel, Stable Diffusion 1's U-Net 1.3 million."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Shape:
     """Of the second pass."""
     nets: int = 0
     """That steer it."""
+    enlarged_pixels: int = 0
+    """That a network reads before this pass."""
 
     @property
     def row_cost(self) -> float:
@@ -98,7 +103,7 @@ class Shape:
     @property
     def cost(self) -> float:
         """Work of one picture's first pass: pixels x steps x evaluations."""
-        return self.pixels * self.steps * self.row_cost
+        return self.pixels * self.steps * self.row_cost + self.enlarged_pixels * ENLARGE_COST
 
     @property
     def whole_cost(self) -> float:

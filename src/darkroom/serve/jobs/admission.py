@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import itertools
@@ -11,10 +12,11 @@ import re
 import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from PIL import Image
 from pydantic import ValidationError
@@ -27,7 +29,7 @@ from darkroom.picture_settings import DEFAULT_STEPS, PLAIN_UPSCALERS
 from darkroom.sample.adapters import Tag, read_tags
 from darkroom.sample.control import MAPS, find_map
 from darkroom.sample.generate import check_parts
-from darkroom.sample.inputs import check_mask, masked_box, read_mask
+from darkroom.sample.inputs import check_mask, masked_box, read_mask, upright
 from darkroom.sample.prompt_schedule import readings
 from darkroom.sample.prompts import read_parts
 from darkroom.serve.api.guard import ANONYMOUS
@@ -54,7 +56,11 @@ if TYPE_CHECKING:
     from darkroom.serve.engine.pool import ModelPool
 
 
+T = TypeVar("T")
 MOST_KEYS = 10_000
+OF_PROMPT = "the prompt cannot be read (the answer quotes it)"
+MOST_PARTS = 256
+"""Of all texts that a prompt is at one step or another (AND, [a|b]): encoding them is in no job's work."""
 
 
 def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
@@ -134,7 +140,8 @@ def with_tags_read(request: PictureRequest) -> PictureRequest:
             chosen[tag.name] = _with_tag(chosen.get(tag.name), tag)
         adapters = tuple(chosen.values())
     except InputError as error:
-        raise Refused(422, "invalid_value", f"prompt: {say(error)}", param="prompt") from error
+        told = f"prompt: {say(error)}"
+        raise Refused(422, "invalid_value", told, param="prompt", logged=OF_PROMPT) from error
     except ValidationError as error:
         message = "prompt: <lora:NAME:WEIGHT> with a name, and a weight of -100 to 100"
         raise Refused(422, "invalid_value", message, param="prompt") from error
@@ -161,11 +168,21 @@ def check_texts(model: Model, request: PictureRequest) -> None:
     weighting, steps = request.weighting, request.steps or DEFAULT_STEPS
     for name, texts in (("prompt", (request.prompt, "")), ("negative", ("", request.negative or ""))):
         try:
-            for reading in readings(*texts, weighting, steps):
-                for text in dict.fromkeys((*reading.prompts, reading.negative)):
-                    read_parts(model, text, weighting)
+            every = dict.fromkeys(
+                text
+                for reading in readings(*texts, weighting, steps)
+                for text in (*reading.prompts, reading.negative)
+            )
+            num = 0
+            for text in every:
+                num += len(read_parts(model, text, weighting)[0])
+                if num > MOST_PARTS:
+                    raise InputError(
+                        f"{len(every)} texts to encode", allowed=f"{MOST_PARTS} parts of the encoder's length"
+                    )
         except InputError as error:
-            raise Refused(422, "over_limit", f"{name}: {say(error)}", param=name) from error
+            told = f"{name}: {say(error)}"
+            raise Refused(422, "over_limit", told, param=name, logged=OF_PROMPT) from error
     encoders: list[Any] = list(model.text_encoders)
     most = min(int(encoder.config.num_hidden_layers) for encoder in encoders)
     most -= 2 if model.is_sdxl else 1
@@ -271,7 +288,7 @@ def opened_images(
 
 
 def checked_picture(content: bytes, limits: Limits, param: str) -> Image.Image:
-    """A picture of PNG, JPEG or WebP as RGB (or with its alpha); 422 with no more than that otherwise."""
+    """An upright picture of PNG, JPEG or WebP, in its own mode; 422 with no more than that otherwise."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -282,7 +299,7 @@ def checked_picture(content: bytes, limits: Limits, param: str) -> Image.Image:
                     422, "over_limit", f"{param}: at most {limits.upload_pixels} pixels", param=param
                 )
             image.load()
-            return image
+            return upright(image)
     except (Refused, MemoryError):  # the latter is no fault of the picture
         raise
     except Exception as error:  # whatever a decoder makes of hostile bytes
@@ -319,6 +336,50 @@ class Rates:
                 f"at most {per_s * 60:g} jobs a minute{owner(key)}",
                 retry_after_s=(needed - left) / per_s,
             )
+
+
+WORKED_ON = 32
+"""Requests of a key whose pictures are worked on, or wait for that."""
+
+
+class Bench:
+    """What is done to pictures outside of jobs: maps, upscaling, reading.
+
+    One request at a time in a thread of its own, so that it holds up neither jobs nor other requests; keys
+    take turns. Belongs to the event loop's thread.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._rates = _rates_of(limits)
+        self._here: Counter[str] = Counter()
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="darkroom-bench")
+
+    async def do(self, key: str, work: Callable[[], T], pictures: int = 1) -> T:
+        """Its result; 429 where the key comes too often, or has too many here already."""
+        self._rates.take(key, num=pictures)
+        if self._here[key] >= WORKED_ON:
+            message = f"{WORKED_ON} requests wait already for work on their pictures{owner(key)}"
+            raise Refused(429, "queue_full", message, retry_after_s=UNMEASURED_S)
+        self._here[key] += 1
+        try:
+            async with self._turns.setdefault(key, asyncio.Lock()):
+                return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._here[key] -= 1
+            if not self._here[key]:
+                del self._here[key], self._turns[key]
+
+    def close(self) -> bool:
+        """Begin nothing more; False while something goes on."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        return not self._here
+
+
+def _rates_of(limits: Limits) -> Rates:
+    """How often each key may come, by a server's limits."""
+    by_key = {name: own.rate_per_minute for name, own in limits.keys.items()}
+    return Rates(limits.rate_per_minute, {name: rate for name, rate in by_key.items() if rate is not None})
 
 
 def owner(key: str) -> str:
@@ -508,9 +569,7 @@ class Intake:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        by_key = {name: own.rate_per_minute for name, own in limits.keys.items()}
-        rates = {name: rate for name, rate in by_key.items() if rate is not None}
-        self._rates = Rates(limits.rate_per_minute, rates)
+        self._rates = _rates_of(limits)
         self._reserved: Counter[str] = Counter()
         self._line: list[Reservation] = []
 

@@ -112,7 +112,7 @@ class Endings:
             if record is not None:
                 state, result = record.state, record.result
         if state != "done":
-            with suppress(StorageError):  # they go with the job, when it was kept long enough
+            with suppress(StorageError, OSError):  # they go with the job, when it was kept long enough
                 await self._loop.in_thread(self._results.delete, uid)
         return state, result
 

@@ -27,7 +27,7 @@ from darkroom.serve.engine.tickets import EngineJob, Shape
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs import admission
 from darkroom.serve.jobs.active import Live, Lives, job_of, job_of_record
-from darkroom.serve.jobs.admission import Intake, new_record
+from darkroom.serve.jobs.admission import Bench, Intake, new_record
 from darkroom.serve.jobs.completion import Endings, Watchers
 from darkroom.serve.jobs.results import picture_name
 from darkroom.serve.jobs.retention import House
@@ -63,7 +63,12 @@ class Core:
             raise InputError("several models with jobs that are shared", allowed="one model a server")
         self.settings, self.limits = settings, settings.limits_in_force
         self.metrics = Metrics()
-        self.metrics.look(lambda: self.trouble() is None, self.queue_age_s)
+        self.metrics.look(
+            ready=lambda: self.trouble() is None,
+            queue_age_s=self.queue_age_s,
+            device_bytes=self._device_bytes,
+            net_bytes=self._net_bytes,
+        )
         self.results, self.store = open_stores(settings)
         self.state = "loading"
         """loading, ready, draining, or broken."""
@@ -83,7 +88,7 @@ class Core:
         )
         self._lives = Lives(self._loop, self.metrics)
         self._lives.forgotten = self.pool.forget
-        self._intake = Intake(self.limits)
+        self._intake, self.bench = Intake(self.limits), Bench(self.limits)
         self.traces = None if settings.traces is None else Traces(settings.traces)
         self._endings = Endings(
             self._loop, self._lives, self.pool, self.store, self.results, self.metrics, settings, self.traces
@@ -191,6 +196,7 @@ class Core:
     async def _end_record(self, record: Record, code: str, message: str) -> None:
         result = {"error": {"code": code, "message": message}}
         await asyncio.wrap_future(self.store.end(record.uid, "failed", time.time(), result))
+        self.metrics.over.labels("failed").inc()
         fields: dict[str, Any] = {"job": record.uid, "id": record.id, "key": record.key}
         logs.event("job", **fields, state="failed", error=code, why=message)
 
@@ -223,7 +229,8 @@ class Core:
     async def close(self) -> None:
         """Stop computing and close the store. Jobs that are not over stay in it."""
         self._loop.end_tasks()
-        self.left_at_work = not await self.pool.close()
+        ended = self.bench.close()
+        self.left_at_work = not (await self.pool.close() and ended)
         await asyncio.to_thread(self._keeper.close)
         if self.sharing is not None:
             await self.sharing.release()
@@ -317,7 +324,7 @@ class Core:
             takes = self.sharing is None or self.sharing.takes(record)
             kept = await self._accept(record, uploads, takes)
             if kept.uid != uid:
-                with suppress(StorageError):  # its uploads were written for nothing
+                with suppress(StorageError, OSError):  # its uploads were written for nothing
                     await self._loop.in_thread(self.results.delete, uid)
                 return self._same(job_of_record(kept), digest, kept.digest)
             self.metrics.accepted.inc()
@@ -671,13 +678,12 @@ class Core:
         used: int = await self._stored(self.store.usage(key))
         return used
 
-    def metrics_text(self) -> bytes:
-        """The counters, with what is only looked up when asked for."""
-        if (device := self.device) is not None:
-            self.metrics.device_memory.set(opening.used_bytes(device))
-        nets = [opened.nets.bytes for opened in self.pool.opened if opened.nets is not None]
-        self.metrics.net_memory.set(sum(nets))
-        return self.metrics.text()
+    def _device_bytes(self) -> float:
+        device = self.device
+        return 0.0 if device is None else float(opening.used_bytes(device))
+
+    def _net_bytes(self) -> float:
+        return float(sum(opened.nets.bytes for opened in self.pool.opened if opened.nets is not None))
 
     def queue_age_s(self) -> float:
         """How long the oldest job that waits has waited, here or for any server of a shared queue."""

@@ -23,7 +23,7 @@ from darkroom.hardware.system import atomic_replace, lock_file, remove_file, rem
 from darkroom.sample.provenance import Origin
 from darkroom.serve.engine.tickets import EngineJob
 from darkroom.serve.hooks import Hooks, Withheld
-from darkroom.serve.jobs.store import METADATA, JobStore, StorageError
+from darkroom.serve.jobs.store import JOBS, METADATA, JobStore, StorageError
 from darkroom.serve.request import FINAL, Uploads
 
 UID = re.compile(r"[0-9a-f]{32}")
@@ -52,7 +52,7 @@ class PictureFiles(Protocol):
         """Drop all files of a job, or those of these names."""
 
     def uids(self) -> Collection[str]:
-        """Jobs that have files, to see whether they are jobs still."""
+        """Of files that may be without a job."""
 
     def close(self) -> None:
         """Let go of it."""
@@ -64,7 +64,8 @@ class Results:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "pictures"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            _make_own(folder)
+            self.folder.mkdir(exist_ok=True)
             self._lock = (folder / ".lock").open("w", encoding="utf-8")
             lock_file(self._lock)
         except BlockingIOError as error:
@@ -101,8 +102,8 @@ class Results:
 
     def delete(self, uid: str, names: Collection[str] | None = None) -> None:
         """Drop all files of a job, or those of these names."""
-        if names is None:
-            remove_tree(self._folder(uid))
+        if names is None and self._folder(uid).exists():
+            remove_tree(self._folder(uid), must=True)
         for name in names or ():
             remove_file(self._folder(uid) / name)
 
@@ -114,6 +115,13 @@ class Results:
     def _folder(self, uid: str) -> Path:
         assert UID.fullmatch(uid)
         return self.folder / uid[:2] / uid
+
+
+def _make_own(folder: Path) -> None:
+    """A folder that only who runs the server may look into: prompts and pictures are in it. One that is there
+    keeps its mode."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def picture_name(index: int) -> str:
@@ -197,8 +205,11 @@ class Files:
         self._store.do(lambda connection: connection.execute(gone)).result()
 
     def uids(self) -> Collection[str]:
-        """None to look through: files of no job are dropped with the jobs that are forgotten."""
-        return ()
+        """Those that have files and no job: another server may be about to accept one."""
+        query = sql.select(FILES.c.uid).distinct().outerjoin(JOBS, JOBS.c.uid == FILES.c.uid)
+        query = query.where(JOBS.c.uid.is_(None), FILES.c.uid != SECRET_UID)
+        future: Future[list[str]] = self._store.do(lambda c: [row[0] for row in c.execute(query)])
+        return future.result()
 
 
 def _shared_secret(connection: sql.Connection) -> bytes:

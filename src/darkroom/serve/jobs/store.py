@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -136,6 +137,7 @@ class JobStore:
         self._actions: queue.SimpleQueue[tuple[Action, Future[Any]] | None] = queue.SimpleQueue()
         self._lock_connection = None if shared else _lock(self._engine, server)
         _create_tables(self._engine, [*METADATA.tables.values()] if shared else [JOBS, USAGE])
+        self._erases = False  # in the transaction at hand
         self._thread = threading.Thread(target=self._run, name="darkroom-store", daemon=True)
         self._thread.start()
 
@@ -254,6 +256,7 @@ class JobStore:
             for start in range(0, len(uids), UIDS_AT_ONCE):
                 some = uids[start : start + UIDS_AT_ONCE]
                 connection.execute(sql.delete(JOBS).where(JOBS.c.uid.in_(some)))
+            self._erases = True
 
         return self.do(action)
 
@@ -276,6 +279,7 @@ class JobStore:
 
     def _run(self) -> None:
         while (first := self._actions.get()) is not None:
+            self._erases = False
             some = [first]
             last = False
             while len(some) < MOST_AT_ONCE and not self._actions.empty():
@@ -285,8 +289,23 @@ class JobStore:
                     break
                 some.append(more)
             self._commit(some)
+            if self._erases:
+                self._empty_log()
             if last:
                 return
+
+    def _empty_log(self) -> None:
+        """What was deleted is in SQLite's write-ahead log still: copy that over, and cut it off."""
+        if self._engine.dialect.name != "sqlite":
+            return
+        try:
+            connection = self._engine.raw_connection()
+            try:
+                connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            finally:
+                connection.close()
+        except (SQLAlchemyError, sqlite3.Error) as error:
+            LOG.warning("the log of the jobs' database is not emptied: %s", _told(error))
 
     def _commit(self, some: list[tuple[Action, Future[Any]]]) -> None:
         """All in one transaction; where it fails, each in its own."""
@@ -404,7 +423,7 @@ def _read_again(request: str, created_s: float) -> dict[str, Any]:
 
 def _set_up_sqlite(connection: Any, _: object) -> None:
     connection.isolation_level = None  # SQLAlchemy begins its transactions itself
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=10000"):
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=10000", "secure_delete=ON"):
         connection.execute(f"PRAGMA {pragma}")
 
 
