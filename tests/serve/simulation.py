@@ -341,7 +341,7 @@ class Bucket(batch.Bucket):
         for ticket in self.tickets:
             ticket.row.step += 1
 
-    def _apart(self, unet: Any, stepped: Any, error: BaseException) -> None:
+    def _apart(self, unet: Any, stepped: Any) -> None:
         for ticket in self.tickets:
             if world().chance(0.2):
                 stepped.failed.append((ticket, DarkroomError("a row failed")))
