@@ -15,6 +15,7 @@ from darkroom.prepare.encoders import text_states, tokenize
 from darkroom.recipe.sections import WordSettings
 from darkroom.sample import encode_prompts
 from darkroom.train.tasks.textual_inversion import add_word
+from sample.conftest import SMALL_TEXT, SMALL_XL
 
 
 @pytest.fixture
@@ -97,17 +98,8 @@ def test_sdxl_has_one_for_each_encoder(tmp_path: Path) -> None:
 def published() -> Model:
     """A small model of SDXL's build whose eos_token_id is 2, as those of published models are."""
     tokenizer = models.train_tokenizer(["a photo of a cat in the snow by the sea"] * 3, vocab_size=600)
-    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text |= {"projection_dim": 16, "vocab_size": len(tokenizer), "eos_token_id": 2}
-    unet = {
-        "block_out_channels": [8, 16, 16],
-        "transformer_layers_per_block": [1, 1, 1],
-        "layers_per_block": 1,
-    }
-    unet |= {"norm_num_groups": 4, "attention_head_dim": 4, "cross_attention_dim": 32, "sample_size": 8}
-    unet |= {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 16 + 6 * 8}
-    vae = {"block_out_channels": [8, 8, 8], "norm_num_groups": 4, "layers_per_block": 1, "sample_size": 32}
-    overrides = {"unet": unet, "vae": vae, "text_encoder": text, "text_encoder_2": text}
+    text = {**SMALL_TEXT, "eos_token_id": 2, "vocab_size": len(tokenizer)}
+    overrides = {**SMALL_XL, "text_encoder": text, "text_encoder_2": text}
     return models.create("sdxl", seed=1, tokenizer=tokenizer, overrides=overrides)
 
 
@@ -133,7 +125,7 @@ def test_sdxls_pooled_text_is_of_the_whole_prompt_also_with_a_new_word(
 ) -> None:
     """transformers takes the state of the highest id, which is the word's: nothing behind it would count."""
     before = pooled(published, "a photo of a cat")
-    save_file({"clip_l": vectors(1, 16), "clip_g": vectors(1, 16)}, str(tmp_path / "sks.safetensors"))
+    save_file({"clip_l": vectors(1, 32), "clip_g": vectors(1, 32)}, str(tmp_path / "sks.safetensors"))
     models.add_embeddings(published, models.find_embeddings(tmp_path))
     snow, sea = (pooled(published, f"a photo of sks {place}") for place in PLACES)
     torch.testing.assert_close(snow, at_the_end(published, f"a photo of <embedding:sks> {PLACES[0]}"))

@@ -50,6 +50,8 @@ def _copy_outputs(applied: Applied, mode: str) -> None:
         return
 
     def wrap(call: Unet) -> Unet:
+        """The call with a result of its own."""
+
         def copied(
             x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
         ) -> torch.Tensor:
