@@ -55,8 +55,11 @@ def test_a_cpu_costs_as_many_virtual_cpus_as_may_be_used():
     here = machine()
     bill = Meter("cpu").bill()
     offer = price(here.cpu_class)
-    assert offer is not None
-    assert bill.usd_per_hour == pytest.approx(offer.usd_per_device_hour * here.usable_cores)
+    if offer is None:  # nobody in the table rents out such a CPU: no money is made up
+        assert bill.usd_per_hour is None
+        assert bill.usd is None
+    else:
+        assert bill.usd_per_hour == pytest.approx(offer.usd_per_device_hour * here.usable_cores)
     assert here.cpu in bill.device
     assert bill.kwh is not None
     assert bill.kwh_source is not None

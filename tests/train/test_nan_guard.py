@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from darkroom.errors import DarkroomError, RecipeError, Stopped
+from darkroom.hardware import machine
+from darkroom.hardware.prices import price
 from darkroom.train.jobs import Pinned
 from darkroom.train.run import train
 from darkroom.train.setup import make_job
@@ -90,9 +92,13 @@ def test_the_rows_are_those_of_the_batch(recipe_of, tmp_path):
 def test_metrics_tell_memory_cost_and_what_it_will_come_to(recipe_of, tmp_path):
     train(recipe_of("pretrain"), out=tmp_path / "run", console=lambda _: None)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    told = [row for row in rows if "usd_projected" in row]
+    told = [row for row in rows if "memory_bytes" in row]
     assert told
-    assert all(row["usd_projected"] >= row["usd"] > 0 and row["memory_bytes"] > 2**20 for row in told)
+    assert all(row["memory_bytes"] > 2**20 for row in told)
+    if price(machine().cpu_class) is None:  # nobody in the table rents out such a CPU: no money is made up
+        assert not any("usd" in row or "usd_projected" in row for row in rows)
+        return
+    assert all(row["usd_projected"] >= row["usd"] > 0 for row in told)
     assert told[-1]["usd_projected"] == told[-1]["usd"]
 
 
