@@ -28,7 +28,14 @@ if TYPE_CHECKING:
     from darkroom.recipe.sections import TrainSettings
 
 WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+PLACING = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+PLACING_S = "15"
+"""So long Ray waits for the room that a choice of workers needs before it chooses anew; its default is 60.
+
+The choice counts a machine that is gone until Ray notices, some seconds later: only choosing anew helps.
+"""
 MONITOR_S = 10.0  # how often it is looked whether another number of workers fits
+TAKEN_AWAY = "a machine is about to be taken away"
 TOLD_TO_END = threading.Event()  # in a worker: SIGTERM came
 
 
@@ -120,7 +127,9 @@ def job_trainer(counts: Sequence[int], mail: Any, *, local: bool, **settings: An
                 given["scaling_policy"] = scaling_policy(self.scaling_config, counts, mail)
             elif local:
                 given["scaling_policy"] = _unasking_policy(self.scaling_config)
-            with unless_set(WATCHER, "0") if local else nullcontext():
+            watched = unless_set(WATCHER, "0") if local else nullcontext()
+            placed = unless_set(PLACING, PLACING_S) if len(counts) > 1 else nullcontext()
+            with watched, placed:
                 return super()._initialize_and_run_controller(**given)
 
     return PausingTrainer(**settings)
@@ -133,11 +142,12 @@ def scaling_policy(scaling_config: Any, counts: Sequence[int], mail: Any) -> Any
     noop, resize = private("NoopDecision"), private("ResizeDecision")
 
     class PausingScalingPolicy(to_extend("ElasticScalingPolicy")):  # type: ignore[misc]
-        """Counts workers that fit on the nodes that live."""
+        """Counts workers that fit on the nodes that live and will stay."""
 
         def _count_possible_workers(self, reserved_resources: Any) -> int:
-            # What Ray reserved for the job may be some seconds old.
-            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            # What Ray reserved for the job may be some seconds old, and a node that drains takes no
+            # workers: Ray would wait a minute for them there.
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - drained()
             there = {node: has for node, has in reserved_resources.items() if node in alive}
             return rounded_down(super()._count_possible_workers(there), counts)
 
@@ -146,10 +156,17 @@ def scaling_policy(scaling_config: Any, counts: Sequence[int], mail: Any) -> Any
             decision = super().make_decision_for_running_worker_group(worker_group_state, **status)
             if isinstance(decision, resize):
                 why = f"the cluster now fits {decision.num_workers} workers"
-                ray.get(mail.ask_pause.remote(f"{why} instead of {worker_group_state.num_workers}"))
+                why += f" instead of {worker_group_state.num_workers}"
+                gone = decision.num_workers < worker_group_state.num_workers and drained()
+                ray.get(mail.ask_pause.remote(TAKEN_AWAY if gone else why))
             return noop()
 
     return PausingScalingPolicy(scaling_config)
+
+
+def drained() -> set[str]:
+    """The ids of nodes that take no workers any more, for they are about to go."""
+    return set(private("draining")())
 
 
 def _unasking_policy(scaling_config: Any) -> Any:
@@ -216,4 +233,4 @@ def why_leave() -> str:
     except (RuntimeError, AttributeError) as error:  # not public: a later Ray may have it elsewhere
         logging.getLogger(__name__).debug("pre-emption is not looked for: %s", error)
         return ""
-    return "a machine is about to be taken away" if info is not None else ""
+    return TAKEN_AWAY if info is not None else ""

@@ -31,6 +31,7 @@ NAMES: dict[str, tuple[str, tuple[str, ...] | None]] = {
     # of the cluster
     "cluster_config": ("ray._private.state:state.get_cluster_config", ()),
     "free_by_node": ("ray._private.state:state.available_resources_per_node", ()),
+    "draining": ("ray._private.state:state.get_draining_nodes", ()),
     # of its token
     "token_loader": ("ray._raylet:AuthenticationTokenLoader.instance", None),
     "load_config": ("ray._raylet:Config.initialize", None),
