@@ -708,8 +708,8 @@ def serve(lab: Lab) -> Rows:
         lab.forget()
         asked = ServeBench(
             str(Path(folder) / "model"),
-            adapters=4,
-            seconds=4.0 if lab.tiny else 20.0,
+            adapters=1 if lab.tiny else 4,
+            seconds=1.0 if lab.tiny else 20.0,
             rounds=1,
             loads=(1.0,),
             device=lab.device,

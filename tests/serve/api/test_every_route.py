@@ -50,7 +50,7 @@ def test_no_route_answers_with_a_server_error(fuzzed, tmp_path):
             f"{fuzzed.url}/openapi.json",
             "--checks=not_a_server_error",
             "--max-examples=6",
-            "--max-time=120",
+            "--max-time=75",
             "--phases=examples,coverage,fuzzing",
             "--request-timeout=20",
             "--suppress-health-check=all",
