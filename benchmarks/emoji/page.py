@@ -1,6 +1,6 @@
-"""docs/serve.png: the server's page in chromium, while a model draws three pictures and five are done.
+"""docs/images/serve.png: the server's page in chromium, while a model draws three pictures and five are done.
 
-    python benchmarks/emoji/page.py runs/emoji/model --size 64 --out docs/serve.png \
+    python benchmarks/emoji/page.py runs/emoji/model --size 64 --out docs/images/serve.png \
         --prompt "a red heart" --prompt "a cat face" --prompt "a blue fish" ...
 
 The last prompt is the one being drawn when the picture is taken, the others are in the gallery.
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--prompt", action="append", required=True)
     parser.add_argument("--size", type=int, default=64)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "serve.png")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images" / "serve.png")
     told = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         told.out.write_bytes(take(told.model.resolve(), told.prompt, told.size, Path(folder)))
