@@ -447,12 +447,18 @@ def lint(machine: Machine) -> None:
 
 
 def tests(machine: Machine, command: str, more: tuple[str, ...]) -> None:
-    start = time.monotonic()
+    """All of a command's parts, those after one that fails too; the first failure is raised at the end."""
+    start, failed = time.monotonic(), None
     try:
         for words, add in PYTEST[command]:
-            machine.run(str(PYTHON), "-m", "pytest", *words, *more, add=add)
+            try:
+                machine.run(str(PYTHON), "-m", "pytest", *words, *more, add=add)
+            except Failed as error:
+                failed = failed or error
     finally:
         say(f"{command}: {(time.monotonic() - start) / 60:.1f} minutes")
+    if failed is not None:
+        raise failed
 
 
 def check(machine: Machine) -> None:

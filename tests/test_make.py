@@ -351,6 +351,29 @@ def uv(tmp_path_factory) -> list[str]:
     return [python, "-m", "uv"]
 
 
+def test_the_second_part_of_nightly_is_run_where_the_first_fails(monkeypatch, capsys):
+    """An hour's run tells all that is wrong, and its exit code is that of what failed first."""
+    ran = []
+
+    class Ran(make.Machine):
+        def run(self, *command, add=None):
+            ran.append((command[3:], add))
+            if codes[len(ran) - 1]:
+                raise make.Failed(codes[len(ran) - 1])
+
+    for codes in ([3, 0], [0, 4], [3, 4], [0, 0]):
+        ran.clear()
+        wanted = next((code for code in codes if code), 0)
+        if wanted:
+            with pytest.raises(make.Failed) as told:
+                make.tests(Ran(False), "nightly", ())
+            assert told.value.args == (wanted,)
+        else:
+            make.tests(Ran(False), "nightly", ())
+        assert ran == make.PYTEST["nightly"]
+        assert "nightly: 0.0 minutes" in capsys.readouterr().out
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("python", ["3.11", "3.14"])
 @pytest.mark.parametrize("system", SYSTEMS)

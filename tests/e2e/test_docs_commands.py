@@ -97,7 +97,6 @@ ADDED = {
     "prepare": ["--resolution", "64"],
     "bench batch": ["--steps", "1", "--most", "1", "--repeats", "1"],
     "bench finetune": BENCH,
-    "bench serve": ["--adapters", "1", "--seconds", "1", "--rounds", "1", "--loads", "1"],
     "serve": ["--port", "0"],
 }
 """What is added to a command, by how it begins; of an option that is given twice the last counts."""
@@ -107,6 +106,7 @@ ELSEWHERE = {
     "import mds/": "shards of another package's making: tests/data/test_importing_page.py imports them",
     "serve model/ --engine ray": "starts a Ray cluster: tests/cluster/test_cluster_serve.py runs it",
     "export runs/dog --to early.safetensors --checkpoint 200": "200 steps; here `--checkpoint 1` is run",
+    "bench serve model/": "servers for minutes: tests/measure/test_serving.py runs it",
     "plan --validate": "compares published tables for minutes: tests/proof runs it",
 }
 
