@@ -39,6 +39,22 @@ def test_every_verb_has_help_with_an_example(verb, capsys):
     assert f"Example: darkroom {verb}" in out
 
 
+def test_import_and_loader_are_measured_at_a_size_of_ones_own(capsys):
+    asked = ["--pictures", "12", "--size", "16", "--format", "jpeg", "--repeats", "5", "--json"]
+    code, out, _ = run(capsys, "bench", "import", *asked)
+    assert code == 0
+    told = [row["settings"] for row in json.loads(out)]
+    assert [settings["pictures"] for settings in told] == [12, 12, 48]
+    assert {(settings["size"], settings["format"]) for settings in told} == {(16, "JPEG")}
+    asked = ["--rows", "64", "--batch", "8", "--repeats", "5", "--json"]
+    code, out, _ = run(capsys, "bench", "loader", *asked)
+    assert code == 0
+    assert {(row["settings"]["rows"], row["settings"]["batch"]) for row in json.loads(out)} == {(64, 8)}
+    code, _, err = run(capsys, "bench", "import", "--format", "gif")
+    assert code == 2
+    assert "--format gif; allowed: JPEG, PNG, WEBP" in err
+
+
 @pytest.mark.parametrize("verb", ["train", "loader", "import"])
 def test_every_benchmark_has_help_with_an_example(verb, capsys):
     code, out, _ = run(capsys, "bench", verb, "--help")

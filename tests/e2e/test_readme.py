@@ -47,7 +47,7 @@ TOY = {
         *("data.resolution=64", "checkpoint.every=1"),
     ],
     "generate": ["--steps", "2", "--guidance", "2"],
-    "bench loader": ["--repeats", "5"],
+    "bench loader": ["--rows", "512", "--repeats", "5"],
 }
 """What is added to a command, by how it begins, so that it takes seconds."""
 

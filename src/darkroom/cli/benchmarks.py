@@ -126,6 +126,8 @@ def _count(text: str) -> int:
 
 @bench.command("loader")
 def bench_loader(
+    rows: Annotated[int, typer.Option(min=1, help="of the store, 32 KB each")] = 20_000,
+    batch: Annotated[int, typer.Option(min=1, help="rows a batch")] = 256,
     repeats: Annotated[int, typer.Option(min=5, help="passes over the store")] = 7,
     out: Out = None,
     as_json: Json = False,
@@ -136,7 +138,7 @@ def bench_loader(
     """
     from darkroom.measure.loading import bench_loader as run
 
-    _measured(run(repeats=repeats), out, as_json)
+    _measured(run(rows=rows, batch=batch, repeats=repeats), out, as_json)
 
 
 @bench.command("job-history")
@@ -162,6 +164,11 @@ def bench_job_history(
 
 @bench.command("import")
 def bench_import(
+    pictures: Annotated[
+        int, typer.Option(min=1, help="in the zip; one larger import has 4 times as many")
+    ] = 20_000,
+    size: Annotated[int, typer.Option(min=1, help="side of each picture in pixels")] = 64,
+    picture_format: Annotated[str, typer.Option("--format", help="JPEG, PNG or WEBP")] = "WEBP",
     repeats: Annotated[int, typer.Option(min=5, help="imports measured")] = 5,
     out: Out = None,
     as_json: Json = False,
@@ -172,7 +179,10 @@ def bench_import(
     """
     from darkroom.measure.importing import bench_import as run
 
-    _measured(run(repeats=repeats), out, as_json)
+    if picture_format.upper() not in ("JPEG", "PNG", "WEBP"):
+        raise InputError(f"--format {picture_format}", allowed="JPEG, PNG, WEBP")
+    asked = {"pictures": pictures, "size": size, "format": picture_format.upper(), "repeats": repeats}
+    _measured(run(**asked), out, as_json)
 
 
 @bench.command("backends")
