@@ -22,10 +22,12 @@ import functools
 import hashlib
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
 import subprocess
+import sysconfig
 import time
 import tomllib
 from pathlib import Path
@@ -391,6 +393,8 @@ def installed(package: str) -> str:
 
 def setup(machine: Machine, extras: tuple[str, ...] = ()) -> None:
     """.venv with darkroom's packages and those of the extras; nothing to do where they are there."""
+    built_for = sysconfig.get_platform().partition("-")[2] if WINDOWS else platform.machine()
+    refuse_system(sys.platform, built_for)
     state = hashlib.sha256(LOCK.read_bytes() + (ROOT / "pyproject.toml").read_bytes()).hexdigest()
     ready = read_ready()
     build, why = torch_build(machine.environ)
@@ -405,6 +409,7 @@ def setup(machine: Machine, extras: tuple[str, ...] = ()) -> None:
     say(f"setting up .venv: Python {sys.version.split()[0]}, extras: {', '.join(wanted) or 'none'}")
     other_build = ready.get("torch", build) != build  # whose libraries would stay behind
     if other_build or not machine.output(str(PYTHON), "-m", "pip", "--version"):
+        keep_own_venv()
         machine.run(sys.executable, "-m", "venv", "--clear", str(VENV))
     installer = Installer(machine)
     say(f"torch {locked('torch')}, build: {build} ({why})")
@@ -424,6 +429,26 @@ def setup(machine: Machine, extras: tuple[str, ...] = ()) -> None:
             f"ready in {time.monotonic() - start:.0f} s: {packages} packages, {size / 1e9:.1f} GB in .venv, "
             f"torch {installed('torch')}"
         )
+
+
+def refuse_system(platform: str, processor: str) -> None:
+    """Say at once where there are no wheels, before a resolver says it in a hundred lines."""
+    if platform == "darwin" and processor == "x86_64":
+        raise Refused(
+            "this Python is for Intel's Macs, for which there is no torch; "
+            "on Apple silicon install Python for arm64"
+        )
+    if platform == "win32" and processor != "amd64":
+        raise Refused(
+            f"this Python is for {processor or '32 bits'}, for which not every package is there; "
+            "install Python for x86-64, which Windows on ARM runs too"
+        )
+
+
+def keep_own_venv() -> None:
+    """Windows cannot delete a program that runs: half of .venv would be gone."""
+    if WINDOWS and VENV.exists() and Path(sys.prefix).resolve() == VENV.resolve():
+        raise Refused("this Python is .venv's own, which has to go: type `deactivate`, then the same again")
 
 
 def read_ready() -> dict[str, Any]:
@@ -575,6 +600,7 @@ def sbom(machine: Machine) -> None:
 
 
 def clean(machine: Machine) -> None:
+    keep_own_venv()
     for name in LEFT_BY_RUNS:
         say(f"removing {name}")
         if not machine.dry:

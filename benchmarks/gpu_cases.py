@@ -184,7 +184,7 @@ def _training_paths(lab: Lab) -> dict[str, Callable[[], object]]:
 
 
 NEAR = 0.01
-"""Relative: convolutions of float32 are rounded to 10 bits on cards since Ampere."""
+"""Relative: other kernels sum in other orders."""
 
 
 def _steps_as_on_the_cpu(lab: Lab) -> dict[str, Any]:
@@ -773,6 +773,7 @@ def main() -> None:
         os.setsid()  # so that the servers which a case starts end with it
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     told = json.loads(sys.argv[1])
+    models.device(told["device"])  # as the commands choose it: float32 is not rounded
     lab = Lab(told["device"], told["tiny"], Path(told["out"]))
     first = True
     for name, about_s in told["cases"]:

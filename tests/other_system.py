@@ -4,7 +4,7 @@ Taken away: what of `os` and `signal` only POSIX has; signals in event loops; uv
 Windows' habits: what this process has open or mapped can be neither renamed, renamed over nor deleted; a
 folder with such a file cannot be renamed, and names that Windows refuses cannot be made. Text without a said
 encoding is cp1252, also on the console. `hardware.system`, the one file that knows systems, takes its Windows
-branches, with flock in the place of LockFileEx. `quickstart` is the toy one.
+branches, with flock in the place of LockFileEx. Clocks tick 64 times a second. `quickstart` is the toy one.
 
 Not so: libraries' own code stays Linux's (Lance, torch, Python's standard library).
 """
@@ -14,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import builtins
 import io
+import math
 import multiprocessing
 import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +128,15 @@ def events() -> None:
     sys.modules["uvloop"] = None  # type: ignore[assignment]
 
 
+def clocks() -> None:
+    """Clocks that stand still for 16 ms, as before Python 3.13."""
+
+    def coarse(real: Callable[[], float]) -> Callable[[], float]:
+        return lambda: math.floor(real() * 64) / 64
+
+    time.time, time.monotonic = coarse(time.time), coarse(time.monotonic)
+
+
 def windows_branches() -> None:
     from darkroom.hardware import system
 
@@ -162,6 +173,7 @@ def take_away() -> None:
         delattr(signal, name)
     encodings()
     file_habits()
+    clocks()
 
 
 if __name__ == "__main__":

@@ -407,3 +407,36 @@ def test_tests_of_one_group_run_in_one_process(tmp_path):
     assert done.returncode == 0, done.stdout
     assert len(set((tmp_path / "together").read_text().split())) == 1
     assert len(set((tmp_path / "apart").read_text().split())) == 2  # two processes there are
+
+
+# ---- other systems
+
+
+def test_a_python_that_nothing_is_built_for_is_told_at_once():
+    for there in (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"), ("win32", "amd64")):
+        make.refuse_system(*there)
+    for (system, processor), said in {
+        ("darwin", "x86_64"): "Intel's Macs",
+        ("win32", "arm64"): "for arm64, .* x86-64",
+        ("win32", ""): "for 32 bits",
+    }.items():
+        with pytest.raises(make.Refused, match=said):
+            make.refuse_system(system, processor)
+
+
+def test_on_windows_a_running_venv_is_not_cleared(monkeypatch, tmp_path):
+    """Its python.exe cannot be deleted, and the rest would be gone."""
+    kept = tmp_path / "own" / "Lib" / "module.py"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    monkeypatch.setattr(make, "VENV", tmp_path / "own")
+    monkeypatch.setattr(make, "ROOT", tmp_path)
+    monkeypatch.setattr(make, "LEFT_BY_RUNS", ("own",))
+    monkeypatch.setattr(make, "WINDOWS", True)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "own"))
+    with pytest.raises(make.Refused, match="deactivate"):
+        make.main(["clean"])
+    assert kept.exists()
+    monkeypatch.setattr(make, "WINDOWS", False)
+    make.main(["clean"])
+    assert not kept.exists()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import difflib
 import errno
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,24 @@ SYSTEM = (
     errno.ECONNRESET,
 )
 """Numbers of the machine's own failures, for which no file and no request is to blame."""
+WINDOWS = {
+    number: named
+    for named, numbers in {
+        errno.ENOSPC: (39, 112),
+        errno.EDQUOT: (1295,),
+        errno.EROFS: (19,),
+        errno.ENOMEM: (8, 14, 1455),
+        errno.EMFILE: (4,),
+        errno.ETIMEDOUT: (121, 10060),
+        errno.EHOSTUNREACH: (53, 10065),
+        errno.ENETUNREACH: (10051,),
+        errno.ECONNREFUSED: (10061,),
+        errno.ECONNRESET: (64, 10054),
+    }.items()
+    for number in numbers
+}
+"""Windows' own numbers of the same, which are other numbers for Linux; 1455 is a paging file that is too
+small. Python makes 22 (an invalid argument) of those that it does not know."""
 
 
 def is_system_failure(error: BaseException) -> bool:
@@ -151,10 +170,15 @@ def is_disk_full(error: BaseException) -> bool:
 
 def _number(error: BaseException) -> int | None:
     """The system's number of an error; libraries in Rust (Lance, safetensors) have it in their message."""
+    own = getattr(error, "winerror", None)
+    if own in WINDOWS:
+        return WINDOWS[own]
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     match = RUST.search(str(error)) if isinstance(error, Exception) else None
-    return int(match[1]) if match else None
+    if match is None:
+        return None
+    return WINDOWS.get(int(match[1])) if sys.platform == "win32" else int(match[1])
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import threading
+import unicodedata
 import zipfile
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from material import encoded, noise_picture
 from PIL import Image
 
+from darkroom.data.importers.folder import FolderTree
 from darkroom.data.importers.job import import_pictures, picture_id
 from darkroom.data.store import Store
 from darkroom.errors import InputError, StoreError
@@ -397,3 +403,55 @@ def test_a_folder_and_its_zip_may_have_the_same_names(tmp_path, target):
     assert import_pictures(folder, target).added == 2
     captions = [row["caption"] for row in rows_of(target, ["caption"])]
     assert captions == ["listed", "in the zip"]
+
+
+def without_case(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    """Below a folder, names that differ in case or in how accents are written are one file's, as on macOS."""
+    real_stat, real_open = os.stat, io.open
+
+    def there(path: Any) -> Any:
+        if not isinstance(path, str | Path) or not Path(path).is_relative_to(root):
+            return path
+        at = root
+        for part in Path(path).relative_to(root).parts:
+            at /= next((name for name in os.listdir(at) if one_form(name) == one_form(part)), part)
+        return at
+
+    monkeypatch.setattr(os, "stat", lambda path, **named: real_stat(there(path), **named))
+    monkeypatch.setattr(io, "open", lambda path, *given, **named: real_open(there(path), *given, **named))
+
+
+def one_form(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+@pytest.mark.parametrize("folds", [True, False])
+def test_a_listed_picture_comes_once_where_case_does_not_count(tmp_path, target, monkeypatch, folds):
+    """It came again as one that no metadata file lists, without its caption."""
+    source = make_folder(tmp_path / "in", [{}, {}])
+    (source / "0000.png").rename(source / "Img_0.PNG")
+    lines = (source / "metadata.jsonl").read_text().replace("0000.png", "IMG_0.png")
+    (source / "metadata.jsonl").write_text(lines)
+    if folds:
+        without_case(monkeypatch, source)
+    report = import_pictures(source, target)
+    rejected = {} if folds else {"no-caption": 1, "no-picture": 1}  # two names, for Linux
+    assert (report.added, report.doubles, report.rejected) == (2 if folds else 1, 0, rejected)
+    assert rows_of(target, ["key", "caption"])[0]["key"] == ("IMG_0.png" if folds else "0001.png")
+
+
+@pytest.mark.parametrize(("listed", "packed"), [("NFC", "NFD"), ("NFD", "NFC"), ("NFC", "NFC")])
+def test_accents_may_be_written_in_two_ways(tmp_path, target, listed, packed):
+    """A zip made on macOS has them apart from their letters; what people type has them on them."""
+    name, picture = "Café Zoë.png", encoded(noise_picture(1))
+    line = json.dumps({"file_name": unicodedata.normalize(listed, name), "text": "a café"})
+    members = [(unicodedata.normalize(packed, name), picture), ("metadata.jsonl", line.encode())]
+    report = import_pictures(pack(tmp_path / "in.zip", members), target)
+    assert (report.added, report.rejected) == (1, {})
+    assert rows_of(target, ["caption"]) == [{"caption": "a café"}]
+
+
+def test_the_root_of_a_drive_has_names_too():
+    """Of D:\\ the first letter of each folder's name was lost: it ends in a separator already."""
+    tree = FolderTree(Path("/"))
+    assert all((Path("/") / name).exists() or os.path.islink(f"/{name}") for name in islice(tree.names(), 5))

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from material import rows
 
-from darkroom.data.commit_retry import not_opened, writing
+from darkroom.data.commit_retry import conflicted, not_opened, plain, vanished, writing
 from darkroom.data.importers.rows import widen
 from darkroom.data.store import SCHEMA, FragmentInfo, Store, count_shapes
 from darkroom.errors import StoreError
@@ -320,3 +320,13 @@ def test_widening_a_column(store):
     widen(store, {"n": pa.float64()})
     store.append(rows(1, 51).append_column("n", pa.array([0.5])))
     assert store.take([50, 51], ["n"])["n"].to_pylist() == [7.0, 0.5]
+
+
+def test_lances_messages_are_read_with_windows_paths():
+    gone = r"LanceError(IO): Not found: C:\pictures\s.lance\_versions\3.manifest, C:\build\rust\io.rs:1:2"
+    assert vanished(OSError(gone))
+    assert vanished(OSError(gone.replace("\\", "/")))
+    assert not vanished(OSError(r"Not found: C:\pictures\_versions.txt"))
+    assert not conflicted(OSError(r"cannot read C:\conflict\s.lance"))
+    assert conflicted(OSError("Commit conflict for version 3"))
+    assert plain(OSError(gone)).endswith("3.manifest")

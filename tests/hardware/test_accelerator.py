@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,11 @@ import torch
 from darkroom import models
 from darkroom.hardware import accelerator, machine
 from darkroom.hardware.machine import Device
+from darkroom.recipe.sections import TrainSettings
+from darkroom.sample.optimisations import OPTIMISATIONS, optimise, precision
+from darkroom.sample.optimisations.optimisation import ComputeTarget
+from darkroom.train.speed import set_kernels
+from fake_card import fake_cuda
 
 
 def test_every_kind_says_how_it_is_known() -> None:
@@ -200,3 +207,86 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     made = accelerator.new_tensor([1, 2], "cpu", torch.float32)
     assert (made.tolist(), made.dtype) == ([1.0, 2.0], torch.float32)
     assert accelerator.new_tensor([1, 2], "cpu").dtype == torch.int64
+
+
+def test_amds_numbers_are_not_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An RX 7900 calls itself (11, 0), an MI300X (9, 4): more than an H100's (9, 0)."""
+    place = ComputeTarget(torch.device("cuda"), torch.float32)
+    lacking = [OPTIMISATIONS[name].lacks for name in ("tf32", "fp8")]
+    for number, works in {(9, 0): True, (7, 5): False}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=number: found)
+        assert [lacks(place) is None for lacks in lacking] == [works, works]
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    for number in ((11, 0), (9, 4)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=number: found)
+        assert all(lacks(place) for lacks in lacking)
+        assert accelerator.capability("cuda") == (0, 0)
+
+
+def test_float32_is_float32_on_a_card_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch rounds convolutions' factors unasked; a drawing would differ from a CPU's, and from a run's."""
+
+    def rounded() -> tuple[bool, bool]:
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+    before = rounded()
+    try:
+        torch.backends.cudnn.allow_tf32 = True  # PyTorch's own default
+        models.device("cpu")
+        assert rounded() == (False, True)
+        with fake_cuda():
+            models.device("cuda")
+        assert rounded() == (False, False)
+        applied = optimise(models.create("tiny"), "none", dtype=torch.float32)
+        seen = []
+        precision.tf32(applied, "")
+        call = applied.inner[0](lambda *_: (seen.append(rounded()), torch.zeros(1))[1])
+        call(*[torch.zeros(1)] * 3, {})
+        assert (seen, rounded()) == ([(True, True)], (False, False))
+        set_kernels(TrainSettings(steps=1, global_batch=1, tf32=True), torch.device("cuda"))
+        assert rounded() == (True, True)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_of_threads_on_apples_gpu_one_is_at_work() -> None:
+    turns, busy, most = accelerator.alone("mps"), [0], [0]
+
+    def work() -> None:
+        for _ in range(50):
+            with turns, turns:
+                busy[0] += 1
+                most[0] = max(most[0], busy[0])
+                time.sleep(0)
+                busy[0] -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert (busy[0], most[0]) == (0, 1)
+    for elsewhere in ("cpu", "cuda", "meta"):
+        with accelerator.alone(elsewhere):
+            other = threading.Thread(target=accelerator.alone(elsewhere).__enter__)
+            other.start()
+            other.join(20)
+            assert not other.is_alive()
+
+
+def test_a_thread_that_waits_for_apples_gpu_gets_it_from_one_that_never_rests() -> None:
+    turns, over = accelerator.alone("mps"), threading.Event()
+
+    def restless() -> None:
+        while not over.is_set():
+            with turns:
+                sum(range(1000))
+
+    thread = threading.Thread(target=restless, daemon=True)
+    thread.start()
+    for _ in range(20):
+        with turns:
+            pass
+    over.set()
+    thread.join(20)
+    assert not thread.is_alive()

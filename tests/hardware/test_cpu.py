@@ -6,6 +6,7 @@ import pytest
 
 from darkroom.hardware import cpu
 
+REAL = cpu.hardware_instructions
 XEON = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
 
@@ -39,3 +40,12 @@ def test_arm_has_its_own(monkeypatch):
     monkeypatch.setattr(cpu, "hardware_instructions", lambda: ("asimd", "sve", "bf16", "i8mm"))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # of other processors
     assert cpu.bf16_instructions() == "bf16"
+
+
+def test_where_the_system_has_no_list_torch_is_asked():
+    """As on Windows; here both are there."""
+    if not cpu.CPUINFO.exists():
+        pytest.skip("this system has no list to compare with")
+    listed = REAL()
+    assert listed
+    assert cpu._as_torch_says() == listed

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 
-from darkroom.hardware import doctor
+from darkroom.hardware import doctor, system
 from darkroom.hardware.doctor import bf16_speedup, declared_extras
 
 
@@ -63,3 +66,26 @@ def test_the_tokenizer_is_found_through_its_variable(monkeypatch, tmp_path):
 
 def test_the_speed_of_bf16_is_measured():
     assert 0.01 < bf16_speedup(size=128, repeats=2) < 100
+
+
+def test_on_windows_a_lack_is_mended_in_powershell(monkeypatch, tmp_path):
+    here = doctor.__globals__["machine"]()
+    monkeypatch.setattr(system, "sys", SimpleNamespace(platform="win32"))
+    monkeypatch.setitem(sys.modules, "winreg", SimpleNamespace(HKEY_LOCAL_MACHINE=0, OpenKey=no_key))
+    (tmp_path / "System32").mkdir()
+    (tmp_path / "System32" / "nvcuda.dll").touch()
+    monkeypatch.setenv("SYSTEMROOT", str(tmp_path))
+    monkeypatch.delenv("DARKROOM_CLIP_TOKENIZER", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    facts = replace(here, system="Windows AMD64", devices=())
+    monkeypatch.setitem(doctor.__globals__, "machine", lambda: facts)
+    found = {check.name: check for check in doctor()}
+    assert found["accelerator"].mend == '$env:TORCH = "cuda"; python make.py setup'
+    assert found["clip tokenizer"].mend.startswith('$env:DARKROOM_CLIP_TOKENIZER = "FOLDER" (with ')
+    assert found["system"].detail == "Windows AMD64: proven by substitution"
+    assert not [check for check in found.values() if check.mend.startswith(("export ", "TORCH="))]
+    assert "openmp spin" not in found  # of GNU's OpenMP, which torch has on Linux alone
+
+
+def no_key(*_):
+    raise FileNotFoundError("no such key")

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import codecs
+import errno
 import importlib
 import importlib.util
 import io
 import os
 import pkgutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,6 +28,7 @@ import psutil
 import pytest
 
 import darkroom
+from darkroom import errors
 from darkroom.hardware import system
 
 HIDDEN = {"fcntl", "resource"}
@@ -310,3 +317,128 @@ def test_a_console_of_eight_bits_takes_every_character() -> None:
     assert raw.getvalue() == b"\\u732b \xe9" + os.linesep.encode()
     assert not system.is_unicode(stream)
     assert system.is_unicode(io.TextIOWrapper(raw, "utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a.safetensors", ("a.safetensors", "")),
+        ("a.safetensors:0.8", ("a.safetensors", "0.8")),
+        (r"C:\nets\a.safetensors", (r"C:\nets\a.safetensors", "")),
+        (r"C:\nets\a.safetensors:0.8", (r"C:\nets\a.safetensors", "0.8")),
+        ("d:/nets/a.safetensors", ("d:/nets/a.safetensors", "")),
+        ("a:0.5", ("a", "0.5")),
+        ("a:b:0.5", ("a:b", "0.5")),
+    ],
+)
+def test_a_drives_colon_is_no_weights(text: str, parts: tuple[str, str]) -> None:
+    assert system.split_weight(text) == parts
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
+def test_a_text_is_read_as_windows_programs_write_it(encoding: str, tmp_path: Path) -> None:
+    mark = {"utf-16-le": codecs.BOM_UTF16_LE, "utf-16-be": codecs.BOM_UTF16_BE}.get(encoding, b"")
+    (tmp_path / "text").write_bytes(mark + "steps: 3\r\nprompt: 猫\r\n".encode(encoding))
+    assert system.read_typed(tmp_path / "text") == "steps: 3\nprompt: 猫\n"
+    (tmp_path / "text").write_bytes("é".encode("cp1252"))
+    with pytest.raises(UnicodeDecodeError):
+        system.read_typed(tmp_path / "text")
+
+
+def test_on_windows_no_two_servers_have_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as one:
+        system.take_address(one)
+        assert one.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
+    chosen: list[tuple[int, int, int]] = []
+    listening: Any = SimpleNamespace(setsockopt=lambda *given: chosen.append(given))
+    monkeypatch.setattr(socket, "SO_EXCLUSIVEADDRUSE", -5, raising=False)
+    system.take_address(listening)
+    assert chosen == [(socket.SOL_SOCKET, -5, 1)]
+
+
+def test_a_reader_that_left_is_told_from_other_errors(windows: ModuleType) -> None:
+    def stream(error: OSError | None) -> Any:
+        def flush() -> None:
+            if error is not None:
+                raise error
+
+        return SimpleNamespace(flush=flush)
+
+    invalid = OSError(errno.EINVAL, "Invalid argument")
+    assert system.reader_left(BrokenPipeError(), stream(None))
+    assert not system.reader_left(invalid, stream(invalid))  # it means something else here
+    assert windows.reader_left(invalid, stream(invalid))
+    assert not windows.reader_left(invalid, stream(None))
+    assert not windows.reader_left(OSError(errno.ENOSPC, "full"), stream(invalid))
+
+
+def test_lines_to_type_are_those_of_the_systems_shell(windows: ModuleType) -> None:
+    assert system.set_variable("TORCH", "cuda", "python make.py setup") == "TORCH=cuda python make.py setup"
+    assert system.set_variable("A", "1") == "export A=1"
+    assert windows.set_variable("TORCH", "cuda", "make") == '$env:TORCH = "cuda"; make'
+    assert windows.set_variable("A", "1") == '$env:A = "1"'
+
+
+def test_nvidias_driver_is_found_on_windows(
+    windows: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SYSTEMROOT", str(tmp_path))
+    (tmp_path / "System32").mkdir()
+    assert not windows.has_nvidia_driver()
+    (tmp_path / "System32" / "nvcuda.dll").touch()
+    assert windows.has_nvidia_driver()
+
+
+def test_windows_numbers_of_errors_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lance and safetensors have them in their messages: 28 is there a printer without paper."""
+
+    def rust(number: int) -> OSError:
+        return OSError(f"LanceError(IO): whatever it says (os error {number})")
+
+    assert errors.is_disk_full(rust(28))
+    assert not errors.is_disk_full(rust(112))
+    monkeypatch.setattr(errors, "sys", SimpleNamespace(platform="win32"))
+    assert errors.is_disk_full(rust(112))
+    assert errors.is_disk_full(rust(39))
+    assert not errors.is_disk_full(rust(28))
+    assert all(errors.is_system_failure(rust(number)) for number in (4, 1455, 10060, 10061))
+    assert not any(errors.is_system_failure(rust(number)) for number in (2, 5, 23, 110))
+    paging = OSError(errno.EINVAL, "The paging file is too small")
+    assert not errors.is_system_failure(paging)
+    paging.winerror = 1455  # type: ignore[attr-defined]
+    assert errors.is_system_failure(paging)
+
+
+def test_windows_registry_tells_the_processor_and_long_paths(
+    windows: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = {"ProcessorNameString": "AMD Ryzen 9  7950X ", "LongPathsEnabled": 1}
+
+    def value(key: str, name: str) -> tuple[Any, int]:
+        return noted[name], 1
+
+    opened = SimpleNamespace(HKEY_LOCAL_MACHINE=0, OpenKey=lambda *_: nullcontext("key"), QueryValueEx=value)
+    monkeypatch.setitem(sys.modules, "winreg", opened)
+    assert (windows.processor_name(), windows.allows_long_paths()) == ("AMD Ryzen 9 7950X", True)
+    noted["LongPathsEnabled"] = 0
+    assert not windows.allows_long_paths()
+    assert (system.processor_name(), system.allows_long_paths()) == ("", True)
+
+
+def test_on_windows_threads_may_read_one_file(windows: ModuleType) -> None:
+    """As those of an import read a zip: one moved the place between another's seek and read."""
+
+    class Slow:
+        at = 0
+
+        def seek(self, at: int) -> None:
+            self.at = at
+            time.sleep(0.002)
+
+        def read(self, length: int) -> bytes:
+            return bytes(range(self.at, self.at + length))
+
+    file: Any = Slow()
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda at: windows.read_at(file, at, 2), range(40)))
+    assert found == [bytes((at, at + 1)) for at in range(40)]

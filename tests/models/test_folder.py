@@ -184,3 +184,19 @@ def test_no_memory_left_is_no_damaged_folder(tmp_path: Path, monkeypatch: pytest
     raising("Error(s) in loading state_dict: size mismatch")
     with pytest.raises(ModelError, match="size mismatch"):
         models.load(tmp_path / "model", parts=("vae",))
+
+
+def test_a_folder_that_cannot_be_put_in_its_place_leaves_the_old_one(tiny, folder, monkeypatch):
+    """As on Windows, where a scanner may have a new file open."""
+    before, real = sorted(folder.rglob("*")), Path.replace
+
+    def held(source, target):
+        if Path(target) == folder and "-old-" not in str(source):
+            raise PermissionError(13, "in use", str(source))
+        return real(source, target)
+
+    monkeypatch.setattr(Path, "replace", held)
+    with pytest.raises(PermissionError):
+        models.save(tiny, folder)
+    assert sorted(folder.rglob("*")) == before
+    assert [path.name for path in folder.parent.iterdir() if path.name.startswith(f".{folder.name}")] == []

@@ -19,6 +19,7 @@ import pytest
 
 from darkroom import models
 from darkroom.errors import ModelError
+from darkroom.models.hub import is_hub_id
 from darkroom.models.tokenizer import tokenizer_or_stand_in
 
 TOKEN = "hf_neverSayThisAloud123"
@@ -209,3 +210,9 @@ def test_without_a_network_one_short_try_is_made(
     (line,) = [record.getMessage() for record in caplog.records if "stands in" in record.getMessage()]
     assert "DARKROOM_CLIP_TOKENIZER" in line
     assert "\n" not in line
+
+
+def test_a_drive_is_no_owner() -> None:
+    assert is_hub_id("owner/name")
+    for path in ("C:/model", r"C:\models/sd", "./model", "~/model", "a/b/c", "model"):
+        assert not is_hub_id(path)

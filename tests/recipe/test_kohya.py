@@ -422,3 +422,9 @@ def test_the_command_line_names_what_it_does_not_know(tmp_path: Path) -> None:
     result: Any = CliRunner().invoke(app, ["train", str(tmp_path / "kohya.toml"), "--from", "onetrainer"])
     assert result.exit_code != 0
     assert "--from: 'onetrainer'; allowed: kohya" in str(result.exception) + result.output
+
+
+def test_a_file_may_begin_with_windows_mark(tmp_path: Path, folders: dict[str, str]) -> None:
+    plain = read(tmp_path, LORA.format(**folders))
+    (tmp_path / "kohya.toml").write_bytes(LORA.format(**folders).replace("\n", "\r\n").encode("utf-8-sig"))
+    assert read_sweep(tmp_path / "kohya.toml", (), of="kohya")[0][1] == plain

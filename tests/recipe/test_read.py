@@ -35,6 +35,17 @@ def test_a_recipe_is_read_with_its_defaults(recipe_file):
     assert recipe.train.global_batch == 64
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_recipe_may_be_written_by_powershell(recipe_file, encoding):
+    """Its > makes UTF-16, and its editors put a mark before UTF-8."""
+    plain = read_recipe(recipe_file)
+    recipe_file.write_bytes(GOOD.replace("\n", "\r\n").encode(encoding))
+    assert read_recipe(recipe_file) == plain
+    recipe_file.write_bytes(GOOD.replace("pictures", "gemälde").encode("cp1252"))
+    with pytest.raises(RecipeError, match="not readable as YAML"):
+        read_recipe(recipe_file)
+
+
 def test_overrides_go_by_path_and_the_last_wins(recipe_file):
     recipe = read_recipe(
         recipe_file, ["optim.lr=2e-4", "train.steps=7", "train.ema.decay=0.9", "train.steps=8"]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from test_generate import pipeline_of
 
 from darkroom import models
-from darkroom.errors import InputError
+from darkroom.errors import InputError, ModelError
 from darkroom.models.adapters.adapter import Adapter
 from darkroom.models.adapters.blocks import names_of
 from darkroom.models.adapters.layers import Factors, Layer
@@ -310,3 +310,5 @@ def test_the_command_lines_name_file_and_weight(tiny: Model, tmp_path: Path) -> 
     ]
     with pytest.raises(InputError, match="NAME=FILE"):
         Named.parsed(f"{file}:much")
+    with pytest.raises(ModelError, match=r"no adapter file at 'C:.nets.ink.safetensors'"):
+        Named.parsed(r"ink=C:\nets\ink.safetensors")  # a drive, and no weight

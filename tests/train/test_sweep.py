@@ -108,6 +108,10 @@ def test_names_of_a_sweeps_runs(recipe_of: MakeRecipe, tmp_path: Path) -> None:
     long = run_names([{"model.base": end * 150} for end in "ab"])
     assert [len(name) for name in long] == [100, 100]
     assert len(set(run_names([{"model.base": "a" * 150 + end} for end in "ab"]))) == 2
+    # On Windows and macOS the first two would be one folder's.
+    alike = run_names([{"word": text} for text in ("Dog", "dog", "cat")])
+    assert len({name.casefold() for name in alike}) == 3
+    assert alike[2] == "word-cat"
     file = recipe_file(recipe_of, tmp_path)
     with pytest.raises(InputError, match=r"the sweep has lr-1e-5 twice"):
         sweep(read_sweep(file, ["optim.lr=1e-5,1e-5"]), out=tmp_path / "s")

@@ -17,7 +17,7 @@ import typer
 import darkroom
 from darkroom import options
 from darkroom.errors import DarkroomError, RecipeError, is_out_of_memory, is_system_failure
-from darkroom.hardware.system import is_unicode, print_anything
+from darkroom.hardware.system import is_unicode, print_anything, reader_left
 from darkroom.hush import hush, limit_spinning
 
 app = typer.Typer(
@@ -62,10 +62,10 @@ def main(arguments: list[str] | None = None) -> None:
         _leave(_failed("stopped", 1))
     except (IsADirectoryError, NotADirectoryError, FileExistsError) as error:
         _leave(_failed(_other_kind(error), 2))
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _leave(1)
     except Exception as error:
+        if reader_left(error, sys.stdout):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _leave(1)
         if (message := _failure_of_machine(error)) is None:
             raise
         _leave(_failed(message, 1))

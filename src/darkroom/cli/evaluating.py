@@ -21,6 +21,7 @@ from darkroom.cli.application import (
 )
 from darkroom.cli.groups import Sampling, grouped, read_sampling
 from darkroom.errors import InputError
+from darkroom.hardware.system import split_weight
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -237,8 +238,8 @@ def _model_of(where: str) -> str:
 
 def _adapter(text: str) -> tuple[str, str, float]:
     name, sign, rest = text.partition("=")
-    file, colon, weight = rest.rpartition(":")
-    if not colon or Path(rest).is_file():
+    file, weight = split_weight(rest)
+    if file == rest or Path(rest).is_file():
         file, weight = rest, "1"
     try:
         if not (sign and name and file):

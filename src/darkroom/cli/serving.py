@@ -13,6 +13,7 @@ from darkroom import options
 from darkroom.cli.application import CREDENTIALS_HELP, PRECISION_HELP, PROVENANCE_HELP, SIGN_HELP, app
 from darkroom.cli.groups import grouped
 from darkroom.errors import InputError
+from darkroom.hardware.system import read_typed
 
 if TYPE_CHECKING:
     from darkroom.cluster.serve import Replicas
@@ -312,7 +313,7 @@ def _limits_file(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(read_typed(path))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--limits '{path}' cannot be read: {error}") from error
     except yaml.YAMLError as error:

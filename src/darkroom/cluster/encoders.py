@@ -16,6 +16,7 @@ from darkroom.cluster.capacity import WAIT_SAID_S, waiting
 from darkroom.cluster.connect import TYPE
 from darkroom.cluster.usage import PREPARE, SettingNames
 from darkroom.errors import DarkroomError, InputError
+from darkroom.hardware import accelerator
 
 QUEUE = 2  # calls that an encoder has at once: one at work, one whose data are on their way
 GROW_AFTER_S = 2.0
@@ -68,7 +69,9 @@ def device_here() -> str:
     """Where an actor computes: on the GPU that Ray gave it, else on the CPU."""
     import ray
 
-    return "cuda" if ray.get_gpu_ids() else "cpu"
+    place = "cuda" if ray.get_gpu_ids() else "cpu"
+    accelerator.round_float32(place, allowed=False)  # as `models.device` has it
+    return place
 
 
 @dataclass

@@ -27,9 +27,11 @@ T = TypeVar("T")
 
 LOOKS = 10
 VANISHED = re.compile(
-    r"not found.*/(_versions/[^/,]+\.manifest|data/[^/,]+\.lance,|_deletions/|_transactions/)", re.I
+    r"not found.*[/\\](_versions[/\\][^/\\,]+\.manifest|data[/\\][^/\\,]+\.lance,"
+    r"|(_deletions|_transactions)[/\\])",
+    re.I,
 )
-PATH = re.compile(r"\S*/\S*")
+PATH = re.compile(r"\S*[/\\]\S*")
 NETWORK = re.compile(r"error sending request|connection (refused|reset|closed)|timed out|dns error", re.I)
 COMMITS, WRITERS = "_commits.lock", "_writers.lock"
 
@@ -124,7 +126,7 @@ def no_column(name: str, names: Sequence[str], what: str) -> StoreError:
 def plain(error: Exception) -> str:
     """Lance's message in one line, without the place in its own source."""
     text = " ".join(str(error).split()).removeprefix("Invalid user input: ")
-    return re.sub(r"(, )?\S*/rust/\S+\.rs:\d+:\d+", "", text)
+    return re.sub(r"(, )?\S*[/\\]rust[/\\]\S+\.rs:\d+:\d+", "", text)
 
 
 class Filtering:

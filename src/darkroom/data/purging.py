@@ -9,6 +9,7 @@ none of them is left. So a purge that was killed at any moment is finished by th
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -164,7 +165,8 @@ class VersionFiles:
     def of(cls, dataset: lance.LanceDataset) -> VersionFiles:
         """Read from the manifests of every version that there is."""
         rows = dataset.tracked_files().read_all()
-        pairs = list(zip(rows["version"].to_pylist(), rows["path"].to_pylist(), strict=True))
+        paths = (path.replace(os.sep, "/") for path in rows["path"].to_pylist())
+        pairs = list(zip(rows["version"].to_pylist(), paths, strict=True))
         return cls({p for _, p in pairs}, {p for v, p in pairs if v == dataset.version})
 
 

@@ -7,8 +7,9 @@ tests/test_import_rules.py holds the others to that. torch is imported inside fu
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -113,11 +114,15 @@ def name_of(device: torch.device | str) -> str:
 
 
 def capability(device: torch.device | str) -> tuple[int, int]:
-    """Of a CUDA card: (8, 0) is Ampere, (8, 9) Ada, (9, 0) Hopper; (0, 0) elsewhere."""
+    """Of an NVIDIA card: (8, 0) is Ampere, (8, 9) Ada, (9, 0) Hopper; (0, 0) elsewhere.
+
+    AMD's numbers count other things: an RX 7900 says (11, 0) and has neither TF32 nor fp8.
+    """
     import torch
 
     where = torch.device(device)
-    return torch.cuda.get_device_capability(where) if where.type == "cuda" else (0, 0)
+    is_nvidia = where.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(where) if is_nvidia else (0, 0)
 
 
 def collectives(device: torch.device | str) -> str | None:
@@ -144,10 +149,21 @@ def has_bf16(device: torch.device | str) -> bool:
     import torch
 
     where = torch.device(device)
-    if where.type == "cuda" and torch.version.hip is None:
+    if kind_of(where).name == "cuda":
         return capability(where) >= (8, 0)
     module: Any = torch.get_device_module(where)
     return bool(module.is_bf16_supported()) if hasattr(module, "is_bf16_supported") else False
+
+
+def round_float32(device: torch.device | str, allowed: bool) -> None:
+    """Whether a CUDA card may round the factors of float32 products and convolutions to 10 bits (TF32).
+
+    Unasked, PyTorch rounds those of convolutions alone. This is a setting of the whole process.
+    """
+    import torch
+
+    if torch.device(device).type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
 
 
 def capturing() -> bool:
@@ -212,6 +228,40 @@ def used_here(*tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if kind_of(tensor.device).streams:
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+class _OneThread:
+    """A lock that a thread may take again, and that others get in between: they wait at the door for it."""
+
+    def __init__(self) -> None:
+        self._door, self._inside = threading.Lock(), threading.Lock()
+        self._owner, self._depth = 0, 0
+
+    def __enter__(self) -> None:
+        if self._owner != threading.get_ident():
+            with self._door:
+                self._inside.acquire()
+            self._owner = threading.get_ident()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+            self._inside.release()
+
+
+_ONE_THREAD = _OneThread()
+
+
+def alone(device: torch.device | str) -> AbstractContextManager[None]:
+    """Within, no other thread that asks for this works on an accelerator of one stream.
+
+    Metal ends a process whose threads both call it (pytorch issue 197805). Other devices are not held. It may
+    be entered again within.
+    """
+    kind = kind_of(device)
+    return nullcontext() if kind is CPU or kind.streams else _ONE_THREAD
 
 
 # ---- copies

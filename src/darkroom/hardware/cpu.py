@@ -12,6 +12,7 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from darkroom.hardware.system import CPUINFO
 
@@ -22,6 +23,9 @@ X86 = (
 ARM = ("asimd", "sve", "bf16", "i8mm")
 FEATURES = (*X86, *ARM)
 """What makes a difference to darkroom's work, as Linux names it."""
+TORCH_NAMES = {"avx512f": "avx512_f", "asimd": "neon"}
+"""What torch calls otherwise."""
+
 BF16 = ("amx_bf16", "avx512_bf16", "bf16")
 """Any of them multiplies bfloat16 in hardware; without one it is emulated, up to 60 times slower."""
 
@@ -88,12 +92,20 @@ def hardware_instructions() -> tuple[str, ...]:
     try:
         lines = CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return ()
+        return _as_torch_says()
     for line in lines:
         if line.startswith(("flags", "Features")):
             have = set(line.partition(":")[2].split())
             return tuple(name for name in FEATURES if name in have)
     return ()
+
+
+def _as_torch_says() -> tuple[str, ...]:
+    """On Windows, which has no list of its own: torch has asked the processor."""
+    import torch
+
+    asked: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return tuple(name for name in FEATURES if asked.get(TORCH_NAMES.get(name, name)))
 
 
 def _apple() -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from darkroom.errors import install_extra
 from darkroom.hardware import accelerator, cpu
 from darkroom.hardware.machine import GIB, Machine, machine
-from darkroom.hardware.system import NVIDIA_DRIVER, allows_long_paths
+from darkroom.hardware.system import allows_long_paths, has_nvidia_driver, set_variable
 
 DISTRIBUTION = "darkroom-sd"
 """What pip calls the package that is imported as darkroom."""
@@ -62,7 +62,7 @@ def doctor() -> list[Check]:
         *_cpu(here),
         _disk(here),
         *_paths(),
-        _spin(),
+        *_spin(here),
     ]
     return [*basics, *_extras(), _tokenizer()]
 
@@ -93,8 +93,8 @@ def _devices(here: Machine) -> Iterator[Check]:
         detail = f"{device.name}{memory}; {device.kind}: {proof}"
         yield Check(f"device {device.torch_name}", True, detail)
     if not here.devices:
-        cuda = NVIDIA_DRIVER.exists()
-        mend = "TORCH=cuda python make.py setup" if cuda else ""
+        cuda = has_nvidia_driver()
+        mend = set_variable("TORCH", "cuda", "python make.py setup") if cuda else ""
         detail = "a driver but no CUDA build of torch" if cuda else "none: darkroom runs on the CPU"
         yield Check("accelerator", not cuda, detail, mend, optional=True)
 
@@ -158,12 +158,16 @@ def _paths() -> Iterator[Check]:
         yield Check("long paths", False, detail, mend, optional=True)
 
 
-def _spin() -> Check:
+def _spin(here: Machine) -> Iterator[Check]:
+    """Of GNU's OpenMP, which torch has on Linux alone."""
+    if not here.system.startswith("Linux"):
+        return
     value = os.environ.get("GOMP_SPINCOUNT", "")
     if value.isdigit() and int(value) <= 100_000:
-        return Check("openmp spin", True, f"GOMP_SPINCOUNT={value}")
+        yield Check("openmp spin", True, f"GOMP_SPINCOUNT={value}")
+        return
     detail = f"GOMP_SPINCOUNT={value or 'unset'}: on a busy machine threads may spin for long"
-    return Check("openmp spin", False, detail, "export GOMP_SPINCOUNT=10000", optional=True)
+    yield Check("openmp spin", False, detail, set_variable("GOMP_SPINCOUNT", "10000"), optional=True)
 
 
 def _extras() -> Iterator[Check]:
@@ -204,7 +208,6 @@ def _tokenizer() -> Check:
     if given and any((Path(given) / name).is_file() for name in ("vocab.json", "tokenizer.json")):
         return Check("clip tokenizer", True, "found through DARKROOM_CLIP_TOKENIZER", optional=True)
     detail = f"DARKROOM_CLIP_TOKENIZER names no tokenizer folder: {given!r}" if given else "none given"
-    mend = (
-        "export DARKROOM_CLIP_TOKENIZER=FOLDER (with vocab.json and merges.txt) to create sd15, sd2 or sdxl"
-    )
+    said = set_variable("DARKROOM_CLIP_TOKENIZER", "FOLDER")
+    mend = f"{said} (with vocab.json and merges.txt) to create sd15, sd2 or sdxl"
     return Check("clip tokenizer", False, detail, mend, optional=True)

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from darkroom.hardware import accelerator, cpu
-from darkroom.hardware.system import CGROUP, CGROUP_MEMBERSHIP, CPUINFO, allowed_cores
+from darkroom.hardware.system import CGROUP, CGROUP_MEMBERSHIP, CPUINFO, allowed_cores, processor_name
 
 GIB = 1024**3
 _PACKAGES = (
@@ -207,7 +207,7 @@ def _cpu_name() -> str:
             return " ".join(line.partition(":")[2].split())
     if platform.system() == "Darwin":
         return _run(["sysctl", "-n", "machdep.cpu.brand_string"]) or "Apple"
-    return platform.processor() or platform.machine()
+    return processor_name() or platform.processor() or platform.machine()
 
 
 def _devices() -> tuple[Device, ...]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import codecs
 import contextlib
 import ctypes
+import errno
 import hashlib
 import io
 import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -169,17 +171,51 @@ def file_name(text: str, longest: int = LONGEST_NAME) -> str:
     return f"{stem}-{digest}{dot}{ending}"
 
 
+def folds_names(folder: Path) -> bool:
+    """Whether names that differ in case alone are one file's in a folder, as on Windows and macOS; False for
+    a folder in which no name has a letter."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for name in (entry.name for entry in entries):
+            other = name.swapcase()
+            if name.isascii() and other != name:
+                return os.path.samefile(os.path.join(folder, name), os.path.join(folder, other))
+    return False
+
+
+def split_weight(text: str) -> tuple[str, str]:
+    """FILE[:WEIGHT] in its two parts, the second empty where there is none. A drive's colon (C:\\...) parts
+    nothing."""
+    file, colon, tail = text.rpartition(":")
+    is_drive = len(file) == 1 and file.isalpha() and tail[:1] in ("\\", "/")
+    return (file, tail) if colon and not is_drive else (text, "")
+
+
+def read_typed(path: Path) -> str:
+    """A text that somebody wrote: UTF-8, or what its mark says. PowerShell's > makes UTF-16, Windows' editors
+    put a mark before UTF-8. UnicodeDecodeError for another."""
+    content = path.read_bytes()
+    marked = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return content.decode("utf-16" if marked else "utf-8-sig").replace("\r\n", "\n")
+
+
 def allows_long_paths() -> bool:
     """Whether programs may use paths of more than 260 characters; on Windows a setting allows them."""
     if sys.platform != "win32":
         return True
+    return bool(_of_registry(r"SYSTEM\CurrentControlSet\Control\FileSystem", "LongPathsEnabled"))
+
+
+def _of_registry(path: str, name: str) -> Any:
+    """What Windows notes for the whole machine; None where it notes nothing."""
+    if sys.platform != "win32":
+        return None
     import winreg
 
     try:
-        with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, r"SYSTEM\CurrentControlSet\Control\FileSystem") as key:
-            return bool(winreg.QueryValueEx(key, "LongPathsEnabled")[0])
+        with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, path) as key:
+            return winreg.QueryValueEx(key, name)[0]
     except OSError:
-        return False
+        return None
 
 
 def sync_file(path: Path) -> None:
@@ -200,11 +236,16 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+_READING = threading.Lock()
+
+
 def read_at(file: BinaryIO, offset: int, length: int) -> bytes:
-    """Bytes of an open file at a place; where the file stands is not to be relied on after it."""
+    """Bytes of an open file at a place, for several threads; where the file stands is not to be relied on
+    after it."""
     if sys.platform == "win32":
-        file.seek(offset)
-        return file.read(length)
+        with _READING:  # there a file has one place
+            file.seek(offset)
+            return file.read(length)
     return os.pread(file.fileno(), length, offset)
 
 
@@ -229,7 +270,37 @@ def allow_open_files(wanted: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
+# ---- network
+
+
+def take_address(listening: socket.socket) -> None:
+    """Have a socket get its address at once after a restart, and for itself: SO_REUSEADDR, which does that on
+    POSIX, lets two servers have one port on Windows."""
+    exclusive = getattr(socket, "SO_EXCLUSIVEADDRUSE", None)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR if exclusive is None else exclusive, 1)
+
+
 # ---- console
+
+
+def set_variable(name: str, value: str, command: str = "") -> str:
+    """A line that sets an environment variable, for a command alone where one is given and the shell can."""
+    if sys.platform == "win32":
+        return f'$env:{name} = "{value}"' + (f"; {command}" if command else "")
+    return f"{name}={value} {command}" if command else f"export {name}={value}"
+
+
+def reader_left(error: BaseException, stream: TextIO) -> bool:
+    """Whether an error of writing to a stream is that its reader has gone, as `| head` does."""
+    if isinstance(error, BrokenPipeError):
+        return True
+    if sys.platform != "win32" or not isinstance(error, OSError) or error.errno != errno.EINVAL:
+        return False
+    try:  # there it is an invalid argument, which may be another's
+        stream.flush()
+    except OSError:
+        return True
+    return False
 
 
 def is_unicode(stream: TextIO) -> bool:
@@ -300,6 +371,19 @@ def allowed_cores() -> int:
     if hasattr(process, "cpu_affinity"):  # not on macOS
         return len(process.cpu_affinity())
     return os.cpu_count() or 1
+
+
+def processor_name() -> str:
+    """What Windows calls the processor; empty elsewhere."""
+    found = _of_registry(r"HARDWARE\DESCRIPTION\System\CentralProcessor\0", "ProcessorNameString")
+    return " ".join(str(found or "").split())
+
+
+def has_nvidia_driver() -> bool:
+    """Whether NVIDIA's driver is installed, whatever torch was built for."""
+    if sys.platform == "win32":
+        return (Path(os.environ.get("SYSTEMROOT", r"C:\Windows")) / "System32" / "nvcuda.dll").exists()
+    return NVIDIA_DRIVER.exists()
 
 
 def load_average() -> float | None:

@@ -479,7 +479,12 @@ def _swap(temporary: Path, path: Path) -> None:
     old = path.with_name(f".{path.name}-old-{os.getpid()}")
     if path.exists():
         atomic_replace(path, old)
-    atomic_replace(temporary, path)
+    try:
+        atomic_replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            atomic_replace(old, path)
+        raise
     remove_tree(old)
 
 

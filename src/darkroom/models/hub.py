@@ -27,7 +27,7 @@ ANSWER_S = 8.0
 
 def is_hub_id(ref: str) -> bool:
     """Whether this is written like OWNER/NAME, and not like a path."""
-    return ref.count("/") == 1 and not ref.startswith((".", "/", "~"))
+    return ref.count("/") == 1 and not ref.startswith((".", "/", "~")) and not set(ref) & {":", "\\"}
 
 
 def fetch(

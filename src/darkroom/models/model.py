@@ -200,7 +200,10 @@ def slow_bf16(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def device(name: str) -> torch.device:
-    """A device by name; 'auto' is the accelerator that is here, else the CPU."""
+    """A device by name; 'auto' is the accelerator that is here, else the CPU.
+
+    From then on float32 is float32 on it, as on a CPU: PyTorch would round convolutions' factors to 10 bits.
+    """
     if name == "auto":
         here = accelerator.current()
         name = "cpu" if here is None else here.type
@@ -210,4 +213,5 @@ def device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"device '{name}': {reason}", mend="auto takes what is here") from error
+    accelerator.round_float32(found, allowed=False)
     return found

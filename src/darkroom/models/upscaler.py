@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.functional import interpolate, leaky_relu, pixel_unshuffle
 
 from darkroom.errors import InputError, ModelError
+from darkroom.hardware import accelerator
 from darkroom.models.adapters.files import open_tensors
 
 Pixels = NDArray[Any]
@@ -143,9 +144,10 @@ class Upscaler:
         more = ((0, -part.shape[0] % fold), (0, -part.shape[1] % fold), (0, 0))
         padded = np.pad(part, more, mode="edge")
         weight = self.net.conv_first.weight
-        x_CHW = torch.from_numpy(padded.transpose(2, 0, 1).copy()).to(weight.device, weight.dtype)
-        made_CHW: torch.Tensor = self.net(x_CHW[None])[0].float().clamp(0, 1).mul(255).round().byte()
-        made: Pixels = made_CHW.permute(1, 2, 0).cpu().numpy()
+        with accelerator.alone(weight.device):
+            x_CHW = torch.from_numpy(padded.transpose(2, 0, 1).copy()).to(weight.device, weight.dtype)
+            made_CHW: torch.Tensor = self.net(x_CHW[None])[0].float().clamp(0, 1).mul(255).round().byte()
+            made: Pixels = made_CHW.permute(1, 2, 0).cpu().numpy()
         high, wide = min(tile, rows - top), min(tile, columns - left)
         y, x = round((top - y0) * self.scale), round((left - x0) * self.scale)
         return made[y : y + round(high * self.scale), x : x + round(wide * self.scale)]
@@ -175,7 +177,7 @@ class Upscalers:
         if file is None:
             raise InputError(f"no upscaler '{name[:100]}' here", allowed=", ".join(self.names()) or "none")
         stamp = str(file), file.stat().st_mtime_ns
-        with self._lock:
+        with accelerator.alone(self._device), self._lock:
             if self._kept is None or self._kept[0] != stamp:
                 self._kept = None
                 self._kept = stamp, read_upscaler(file).to(self._device)

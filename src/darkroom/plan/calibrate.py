@@ -312,7 +312,8 @@ def _planned_rate(where: Where, row: MeasurementLike) -> float:
     profile = picture_profile(settings["model"], width, height, settings["guidance"] > 1, counted, "fused")
     batch = max(1, round((row.images_per_s or 0.0) * (row.median_s or 0.0)))
     job = GenerateJob("bench", batch, batch, settings["steps"])
-    software = Software(precision, channels_last=precision != "float32")  # as `auto` picks it
+    # As `auto` picks it; float32 is not rounded.
+    software = Software(precision, channels_last=precision != "float32", conv_tf32=False)
     return plan_generating(profile, job, where, software).images_per_s
 
 

@@ -127,8 +127,8 @@ def software_of(asked: PlanRequest, target: Target, where: Where) -> Software:
         channels_last=channels_last,
         attention=asked.attention,
         matmul_tf32=tf32,
-        # A run lets convolutions round only where train.tf32 says so; else cuDNN's own default holds.
-        conv_tf32=tf32 if asked.settings else True,
+        # Others leave cuDNN its default, which rounds convolutions.
+        conv_tf32=tf32 or (target.software in ("diffusers", "tensorrt") and not asked.settings),
         quantised=quantised,
     )
 

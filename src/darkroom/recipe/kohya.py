@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from darkroom.errors import RecipeError
+from darkroom.hardware.system import read_typed
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 REPEATS = re.compile(r"(\d+)_(.+)")
@@ -416,7 +417,7 @@ def _toml(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise RecipeError.missing(file)
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(read_typed(file))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(str(file), f"not readable as TOML: {error}") from error
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from darkroom.errors import RecipeError
+from darkroom.hardware.system import read_typed
 from darkroom.recipe.rules import check_together, fill
 from darkroom.recipe.sections import (
     ADAPTER_TASKS,
@@ -310,7 +311,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if (size := path.stat().st_size) > MAX_BYTES:
         raise RecipeError(str(path), f"{size:,} bytes", allowed=f"a recipe of at most {MAX_BYTES:,} bytes")
     try:
-        content = _parsed(path.read_text(encoding="utf-8"))
+        content = _parsed(read_typed(path))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(str(path), f"not readable as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from darkroom.errors import InputError
+from darkroom.hardware.system import split_weight
 from darkroom.models.adapters.adapter import Adapter
 from darkroom.models.adapters.bank import (
     SLOTS,
@@ -58,11 +59,11 @@ class Named:
         name, equals, rest = text.partition("=")
         if not equals:
             name, rest = "", text
-        file, colon, tail = rest.rpartition(":")
+        file, tail = split_weight(rest)
         weight = 1.0
-        if colon and (weight := _number(tail, math.nan)) == weight:
+        if tail and (weight := _number(tail, math.nan)) == weight:
             rest = file
-        elif colon and not Path(rest).exists():
+        elif file != rest and not Path(rest).exists():
             raise InputError(
                 f"--adapter {text}", allowed="NAME=FILE[:WEIGHT], such as sks=sks.safetensors:0.8"
             )

@@ -22,6 +22,7 @@ from PIL import Image, ImageFilter
 
 from darkroom.errors import InputError, MissingExtra, ModelError
 from darkroom.hardware.accelerator import new_tensor
+from darkroom.hardware.system import split_weight
 from darkroom.models.control import ControlNet, read_control
 from darkroom.models.image_prompt import STRENGTH, TOKENS, ImagePrompt
 from darkroom.sample.denoise import NEGATIVE, Owner, Row, Unet
@@ -154,8 +155,8 @@ class Control:
         if not (equals and net and rest):
             raise InputError(f"--control {text}", allowed=form)
         image, weight = rest, 1.0
-        head, colon, tail = rest.rpartition(":")
-        if colon and not Path(rest).exists():
+        head, tail = split_weight(rest)
+        if head != rest and not Path(rest).exists():
             try:
                 image, weight = head, float(tail)
             except ValueError as error:

@@ -14,6 +14,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from darkroom.errors import InputError
+from darkroom.hardware.system import read_typed
 
 MAX_LINES, MAX_DEPTH = 10_000, 20
 WILDCARD = re.compile(r"__([\w./-]+?)__")
@@ -44,7 +45,7 @@ def read_prompts(file: str | Path) -> list[dict[str, Any]]:
     Empty lines and those that begin with # are passed over. InputError names the line that cannot be read.
     """
     try:
-        text = Path(file).read_bytes().decode("utf-8-sig")
+        text = read_typed(Path(file))
     except OSError as error:
         raise InputError(f"'{file}' cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

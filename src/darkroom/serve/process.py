@@ -16,7 +16,7 @@ from typing import NoReturn
 import uvicorn
 
 from darkroom.errors import DarkroomError, InputError, MissingExtra, is_system_failure
-from darkroom.hardware.system import stop_in_loop
+from darkroom.hardware.system import stop_in_loop, take_address
 from darkroom.serve.api.app import make_app
 from darkroom.serve.api.guard import AsgiApp, Keys, allowed, connection, is_public
 from darkroom.serve.jobs.core import Core
@@ -117,7 +117,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        take_address(listening)
         listening.bind(address)
         listening.listen(BACKLOG)  # who connects from here on is answered, if later
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -488,7 +489,12 @@ def run_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     names = ["_".join(f"{short[key]}-{_value(value)}" for key, value in one.items()) for one in settings]
     if (double := next(_doubles(names), None)) is not None:
         raise InputError(f"the sweep has {double} twice", mend="say each value once")
-    return [file_name(name, longest=100) for name in names]
+    alike = Counter(name.casefold() for name in names)  # folders that are one on Windows and macOS
+    marked = [
+        f"{name}-{hashlib.sha256(name.encode()).hexdigest()[:8]}" if alike[name.casefold()] > 1 else name
+        for name in names
+    ]
+    return [file_name(name, longest=100) for name in marked]
 
 
 def _value(value: Any) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from darkroom.bill import Bill
 from darkroom.counting import counting
-from darkroom.hardware import machine
+from darkroom.hardware import accelerator, machine
 from darkroom.hardware.cards import mfu
 from darkroom.recipe.sections import TrainSettings
 from darkroom.train.tasks.diffusion import Task
@@ -21,8 +21,8 @@ COUNT_AFTER_S = 60.0  # counting takes seconds: not worth it in a run that is ov
 
 def set_kernels(settings: TrainSettings, device: torch.device) -> None:
     """Let the card's libraries round and choose as a recipe says, for the rest of the process."""
+    accelerator.round_float32(device, settings.tf32)
     if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
         torch.backends.cudnn.benchmark = settings.cudnn_benchmark
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from darkroom.errors import InputError
 from darkroom.models.adapters.bank import Bank, Change, Staged, lay_out
 from darkroom.sample import optimisations
 from darkroom.sample.likeness import likeness
+from darkroom.sample.optimisations import compiled
 from models.made_adapters import made
 
 SETTINGS = {"steps": 4, "seed": 3, "guidance": 5.0, "size": (64, 32)}
@@ -328,3 +332,41 @@ def test_an_lcm_adapter_is_merged_into_a_look_alike(tiny, plain, tmp_path):
     assert furthest(made, pictures(tiny, "none", **few)) >= 10
     assert any("another model's picture" in note for note in made[0].parameters["notes"])
     assert torch.equal(latents(pictures(tiny, "none", num=3)), latents(plain))
+
+
+def test_the_compilers_graphs_know_the_thread_that_takes_the_steps(tiny, monkeypatch):
+    """Before torch 2.13 only the thread that imported them: the server's ended with an assertion."""
+    trees = importlib.import_module("torch._inductor.cudagraph_trees")
+
+    def as_in_torch_212(local, name):
+        if hasattr(local, name):
+            return getattr(local, name)
+        assert torch._C._is_key_in_tls(name)
+        return torch._C._get_obj_in_tls(name)
+
+    monkeypatch.setattr(trees, "get_obj", as_in_torch_212)
+    monkeypatch.delattr(trees, "_initialize_tls", raising=False)
+
+    def graphs(*_):
+        trees.get_container(0)  # as each call of a graph begins
+        return torch.zeros(1)
+
+    def in_a_thread(call):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call, *[torch.zeros(1)] * 3, {}).exception()
+
+    applied = optimisations.Applied(tiny, torch.device("cuda"))
+    compiled._copy_outputs(applied, "reduce-overhead")
+    assert isinstance(in_a_thread(graphs), AssertionError)
+    assert in_a_thread(applied.inner[0](graphs)) is None
+
+
+@pytest.mark.parametrize(("system", "there"), [("nt", "cl"), ("posix", "g++"), ("posix", "clang++")])
+def test_the_compiler_that_inductor_takes_on_a_system_is_looked_for(system, there, monkeypatch):
+    monkeypatch.setattr(compiled, "os", SimpleNamespace(name=system, environ={}))
+    place = optimisations.ComputeTarget(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: name if name == there else None)
+    assert compiled.lacks_compiler(place) is None
+    other = "g++" if system == "nt" else "cl"
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: name if name == other else None)
+    assert "there is no " in compiled.lacks_compiler(place)

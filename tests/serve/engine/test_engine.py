@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from darkroom import models, options, sample
+from darkroom.hardware import accelerator
 from darkroom.models.adapters.bank import Bank
 from darkroom.sample.backends import open_backend
 from darkroom.serve.engine.adapters import Library
@@ -515,3 +516,27 @@ def test_a_glance_finds_how_a_vae_mixes_its_channels():
     assert seen.size == (240, 160)
     assert difference(seen, wanted) <= 2
     assert difference(glance.at(-latents[0], wanted.size), wanted) >= 10
+
+
+def test_on_a_device_of_one_stream_one_thread_works_at_a_time(small, adapter_folder, monkeypatch):
+    """Metal ends a process in which two do: steps, adapters being read, another model being loaded."""
+    turns = accelerator.alone("mps")
+    monkeypatch.setattr(accelerator, "alone", lambda device: turns)
+    staged, stage = threading.Event(), Bank.stage
+
+    def noted(*given):
+        staged.set()
+        return stage(*given)
+
+    monkeypatch.setattr(Bank, "stage", noted)
+    wanted = PictureRequest(prompt="a horse", seed=1, steps=2, width=16, height=16)
+    with Running(small, folder=adapter_folder, lanes=0) as running:
+        with turns:  # as while another model is loaded
+            plain = running.work("plain", wanted)
+            running.library.fetch(["style0"])
+            assert not staged.wait(0.3)
+            assert [ticket.step for ticket in plain.tickets] == [0]
+        running.work("adapted", wanted.model_copy(update={"adapters": (AdapterChoice(name="style0"),)}))
+        running.waiting.wait(2)
+        assert staged.is_set()
+    assert running.waiting.over == {"plain": None, "adapted": None}

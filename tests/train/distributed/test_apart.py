@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousParameters, c10d_rendezvous_backend
 
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError, StoreError
 from darkroom.run import Run
 from darkroom.train import run as start
 from darkroom.train.data.precomputed import settled
+from darkroom.train.distributed import launch, ranks
 from darkroom.train.run import train
 from darkroom.train.setup import make_job
 
@@ -130,3 +136,35 @@ def test_two_machines_agree_on_the_version_and_go_on_without_a_shared_folder(
     rows = map(json.loads, (tmp_path / "machine-0" / "run" / "metrics.jsonl").read_text().splitlines())
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert not (tmp_path / "machine-1" / "run" / "recipe.yaml").exists()
+
+
+def test_on_windows_ranks_meet_without_libuv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's builds for Windows have none, and its launcher asks for it all the same."""
+
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+
+    def met() -> list[bool]:
+        """Of the launcher's store, of the one that it shares, of a rank's."""
+        place = RendezvousParameters("c10d", "localhost:0", "run", 1, 1)
+        shared = dist.TCPStore("localhost", 0, is_master=True, multi_tenant=True)
+        own = rendezvous._create_c10d_store("localhost", shared.port, 1, 2, timedelta(seconds=20))
+        own.set("rank", "1")
+        assert shared.get("rank") == b"1"
+        return [one.libuvBackend for one in (c10d_rendezvous_backend._create_tcp_store(place), shared, own)]
+
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for module in (c10d_rendezvous_backend, dist, rendezvous):
+        monkeypatch.setattr(module, "TCPStore", module.TCPStore)  # put back at the end
+    ranks.meet_without_libuv()
+    assert met() == [True] * 3
+    monkeypatch.setattr(ranks, "sys", SimpleNamespace(platform="win32"))
+    ranks.meet_without_libuv()
+    assert met() == [False] * 3
+
+
+def test_a_process_that_windows_ended_is_lost_and_not_silent() -> None:
+    """Its exit code is no signal's: an access violation had neither a message nor a name."""
+    said = launch._why({1: SimpleNamespace(exitcode=0xC0000005)})
+    assert "rank 1 was lost: ended by error 0xc0000005 of Windows; the others were stopped" in str(said)
+    told = launch._why({1: SimpleNamespace(exitcode=2)})
+    assert (str(told), told.exit_code) == ("", 2)

@@ -7,8 +7,9 @@ import json
 import os
 import posixpath
 import stat
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice, product
@@ -37,6 +38,7 @@ from darkroom.data.importers.zip import EARLIER, ZipReader
 from darkroom.data.seen import SeenIds, short_id
 from darkroom.data.texts import MAX_CAPTION_BYTES, TextError, TextLines, decode_text
 from darkroom.errors import InputError, is_system_failure
+from darkroom.hardware.system import folds_names
 
 METADATA = ("metadata.jsonl", "captions.jsonl", "metadata.csv", "captions.csv")
 BESIDE = (".txt", ".caption")
@@ -50,6 +52,8 @@ class Tree(Protocol):
     """Files under names with slashes, in a folder or a zip."""
 
     label: str
+    folds: bool
+    """Whether names that differ in case alone are one file's."""
     skipped: dict[str, str]
     """The folders that are not read, and why; known once `names` was read to its end."""
 
@@ -95,12 +99,12 @@ class FolderTree:
     label = ""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root, self.folds = root, folds_names(root)
         self.skipped: dict[str, str] = {}
 
     def names(self) -> Iterator[str]:
         """Every file below the folder, by its path in it."""
-        prefix = len(str(self.root)) + 1
+        prefix = len(os.path.join(self.root, ""))  # of D:\, which ends in one, as long as it is
 
         def skipped(path: str, why: str) -> None:
             self.skipped[path[prefix:].replace(os.sep, "/")] = why
@@ -138,6 +142,8 @@ class FolderTree:
 
 class ZipTree:
     """The files in a zip."""
+
+    folds = False
 
     def __init__(self, path: Path, label: str = "") -> None:
         self.label, self.skipped = label, dict[str, str]()
@@ -233,7 +239,8 @@ class FolderSource:
 
     def _id(self, tree: Tree, name: str) -> int:
         """A file's number; a folder and the one zip in it may have the same names."""
-        return short_id(f"{self._trees.index(tree)}/{name}")
+        one = unicodedata.normalize("NFC", name).casefold() if tree.folds else name
+        return short_id(f"{self._trees.index(tree)}/{one}")
 
     def _unlisted(self, tree: Tree, name: str) -> Problem | Captioned:
         """A picture that no metadata file names, with its text file."""
@@ -259,14 +266,15 @@ class FolderSource:
         caption = find_name(self._columns.caption, CAPTION_NAMES, [n for n in names if n != image], "caption")
         if caption is None and names:
             raise no_column("caption", metadata, names)
-        known = listed if tree.called(metadata) != metadata else ()
+        is_earlier = tree.called(metadata) != metadata
+        known = listed if is_earlier else ()
+        number = EARLIER.search(metadata) if is_earlier else None
         for place, entry in chain(first, entries):
             if isinstance(entry, str):
                 yield Problem(place, "bad-metadata", entry)
                 continue
             named = str(entry.pop(str(image), None) or "")
-            found = self._find(tree, metadata, named)
-            is_earlier = tree.called(metadata) != metadata
+            found = self._find(tree, metadata, named, number[0] if number else "")
             if is_earlier and (found is None or self._id(found.tree, found.name) in known):
                 continue  # the last file of that name holds
             if found is None:
@@ -276,19 +284,28 @@ class FolderSource:
             for text in captions_of(entry.pop(str(caption), None)):
                 yield found, text, entry
 
-    def _find(self, own: Tree, metadata: str, name: str) -> TreeFile | None:
-        """The file that a metadata file means; never one outside of the source."""
+    def _find(self, own: Tree, metadata: str, name: str, number: str) -> TreeFile | None:
+        """The file that a metadata file means, first of its own number; never one outside of the source."""
         if not name or posixpath.isabs(name):
             return None
-        folder, number = posixpath.dirname(metadata), EARLIER.search(metadata)
+        folder = posixpath.dirname(metadata)
         plain = posixpath.normpath(name.replace("\\", "/"))
         relative = posixpath.normpath(posixpath.join(folder, plain))
         places = [place for place in dict.fromkeys((relative, plain)) if not place.startswith("../")]
-        if number and own.called(metadata) != metadata:
+        if number:
             splits = [posixpath.splitext(place) for place in places]
-            places = [*(f"{stem}{number[0]}{ending}" for stem, ending in splits), *places]
+            places = [*(f"{stem}{number}{ending}" for stem, ending in splits), *places]
         trees = sorted(self._with_pictures, key=lambda tree: tree is not own)
-        return next((found for t in trees for place in places if (found := t.find(place)) is not None), None)
+        found = _first_of(trees, places)
+        if found is None and not name.isascii():
+            # macOS writes letters with their accents apart, as do the zips that it makes.
+            forms = (unicodedata.normalize(form, place) for form in ("NFC", "NFD") for place in places)
+            found = _first_of(trees, list(forms))
+        return found
+
+
+def _first_of(trees: Sequence[Tree], places: Sequence[str]) -> TreeFile | None:
+    return next((found for t in trees for place in places if (found := t.find(place)) is not None), None)
 
 
 def _sample(found: TreeFile, caption: str | None, extras: Mapping[str, Any]) -> Item:

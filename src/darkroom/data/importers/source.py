@@ -119,8 +119,13 @@ def no_files_below(root: Path, endings: tuple[str, ...]) -> Iterator[Problem]:
     for folder, name in files_below(root, lambda path, why: folders.append((path, why))):
         path = os.path.join(folder, name)
         if name.lower().endswith(endings) and not os.path.isfile(path):
-            yield Problem(os.path.relpath(path, root), "no-file", why_no_file(path))
-    yield from (Problem(os.path.relpath(path, root), "no-file", why) for path, why in folders)
+            yield Problem(_key_of(path, root), "no-file", why_no_file(path))
+    yield from (Problem(_key_of(path, root), "no-file", why) for path, why in folders)
+
+
+def _key_of(path: str, root: Path) -> str:
+    """Its path from the source on, the same on all systems."""
+    return os.path.relpath(path, root).replace(os.sep, "/")
 
 
 def why_no_file(path: str | Path) -> str:

@@ -120,7 +120,7 @@ class ZipReader:
 
     def called(self, name: str) -> str:
         """What the archive calls a member that goes by a name with a number."""
-        plain = EARLIER.sub("", name)
+        plain = EARLIER.sub("", name) if "#" in name else name
         return plain if plain != name and self._count(short_id(plain)) > 1 else name
 
     def _count(self, hashed: int) -> int:

@@ -9,8 +9,10 @@ import importlib.util
 import logging
 import os
 import shutil
+import threading
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,12 +57,23 @@ def _copy_outputs(applied: Applied, mode: str) -> None:
         def copied(
             x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
         ) -> torch.Tensor:
+            _know_this_thread()
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             return call(x, t, text, added).clone()
 
         return copied
 
     applied.inner.append(wrap)
+
+
+def _know_this_thread() -> None:
+    """Before torch 2.13 Inductor's CUDA graphs end with an assertion in a thread other than the one that
+    imported them (pytorch issue 123177), and a server takes its steps in one of its own."""
+    from torch._inductor import cudagraph_trees as trees
+
+    if not hasattr(trees, "_initialize_tls") and not hasattr(trees.local, "tree_manager_containers"):
+        trees.local.tree_manager_containers = {}
+        trees.local.tree_manager_locks = defaultdict(threading.Lock)
 
 
 def _mode(name: str, argument: str) -> str | None:
@@ -71,8 +84,10 @@ def _mode(name: str, argument: str) -> str | None:
 
 def lacks_compiler(place: ComputeTarget) -> str | None:
     """Inductor writes C++ for a CPU, and Triton for a card."""
-    if place.device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        return "torch.compile needs a C++ compiler on a CPU, and there is no g++ or clang++"
+    names = ("cl",) if os.name == "nt" else ("g++", "clang++")  # as Inductor looks for one
+    wanted = os.environ.get("CXX", names[0])
+    if place.device.type == "cpu" and not any(map(shutil.which, (wanted, *names[1:]))):
+        return f"torch.compile needs a C++ compiler on a CPU, and there is no {' or '.join(names)}"
     compilers = (os.environ.get("CC", "gcc"), "clang")
     if place.device.type == "cuda" and os.name == "posix" and not any(map(shutil.which, compilers)):
         return "torch.compile's Triton needs a C compiler, and there is no gcc or clang"

@@ -36,7 +36,7 @@ class ComputeTarget:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Of the CUDA card: (8, 0) is Ampere, (8, 9) Ada, (9, 0) Hopper; (0, 0) elsewhere."""
+        """Of the NVIDIA card: (8, 0) is Ampere, (8, 9) Ada, (9, 0) Hopper; (0, 0) elsewhere."""
         return capability(self.device)
 
 

@@ -44,7 +44,7 @@ def tf32(applied: Applied, argument: str) -> None:
 
 def lacks_tf32(place: ComputeTarget) -> str | None:
     """TF32 is of Ampere and later, and for float32 models."""
-    if not place.on_cuda or place.capability < (8, 0):
+    if place.capability < (8, 0):
         return "TF32 is of NVIDIA cards since Ampere"
     return None if place.dtype == torch.float32 else "TF32 is for models in float32"
 

@@ -127,7 +127,7 @@ def lacks_int8(place: ComputeTarget) -> str | None:
 def lacks_fp8(place: ComputeTarget) -> str | None:
     """Cards since Ada have units for it."""
     if place.capability < (8, 9):
-        return "fp8 needs a card with fp8 units: Ada, Hopper or later"
+        return "fp8 needs an NVIDIA card with fp8 units: Ada, Hopper or later"
     return _lacks_torchao()
 
 

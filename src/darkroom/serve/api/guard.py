@@ -32,7 +32,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from darkroom.errors import InputError
-from darkroom.hardware.system import allow_open_files
+from darkroom.hardware.system import allow_open_files, read_typed
 from darkroom.serve import logs
 from darkroom.serve.errors import Refused
 from darkroom.serve.metrics import Metrics
@@ -580,7 +580,7 @@ def _hash(salt: str, key: str) -> str:
 
 def _read(path: Path) -> list[tuple[str, str, str]]:
     try:
-        text = path.read_text(encoding="ascii")
+        text = read_typed(path)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"key file '{path}' cannot be read", mend="make one with --make-key NAME") from error
     lines = []

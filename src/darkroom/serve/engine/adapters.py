@@ -107,7 +107,7 @@ class Library(Shelf):
 
     def _load(self, file: File) -> None:
         adapter = read_adapter(file.path)
-        with accelerator.on_stream(self._stream):
+        with self._alone, accelerator.on_stream(self._stream):
             staged = self.bank.stage(adapter, file.blocks)
         accelerator.used_here(*(one for change in staged.changes.values() for one in change.tensors))
         if staged.dense_bytes > self.most_bytes:

@@ -121,6 +121,7 @@ class Engine:
         self._admitted: set[Ticket] = set()  # all that take capacity
         self._forecast: tuple[float, list[Admission]] = (0.0, [])
         self._prune, self._stopping, self._called = False, False, False
+        self._alone = accelerator.alone(self.studio.backend.device)
         self._thread = threading.Thread(target=self._run, name="darkroom-engine", daemon=True)
 
     # ---- from other threads
@@ -258,6 +259,16 @@ class Engine:
         self._condition.notify()
 
     def _round(self) -> None:
+        with self._alone:
+            self._work()
+        with self._condition:
+            steps_on = self.steps.free and self._buckets.keys() - self._stepping
+            if not (self._called or self._stopping or steps_on):
+                self._condition.wait(IDLE_S)
+            self._called = False
+
+    def _work(self) -> None:
+        """Take a step of each size, and do what stands around the steps."""
         self._collect()
         self._admit()
         self._board()
@@ -272,11 +283,6 @@ class Engine:
             self._admit()  # who came meanwhile waits neither for the other sizes nor for what is developed
         self._develop()
         self._tell()
-        with self._condition:
-            steps_on = self.steps.free and self._buckets.keys() - self._stepping
-            if not (self._called or self._stopping or steps_on):
-                self._condition.wait(IDLE_S)
-            self._called = False
 
     def _step_aside(self, key: Hashable, bucket: Bucket) -> None:
         stepped: Stepped | Exception

@@ -180,7 +180,7 @@ class Nets(Shelf):
     def _load(self, file: File) -> None:
         try:
             net = read_control(file.path, self.model, name=file.name)
-            with accelerator.on_stream(self._stream):
+            with self._alone, accelerator.on_stream(self._stream):
                 net.to(self._device, self._dtype)
             accelerator.used_here(*net.weights)
         except BaseException:

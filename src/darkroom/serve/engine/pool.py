@@ -400,7 +400,7 @@ class ModelPool:
         settings = self._settings.model_copy(update={"model": served.ref})
         arguments: tuple[Any, ...] = (settings, self._metrics, self._hooks)
         free = [self._free] if self.several else []
-        opened: LoadedModel = await self._beside("loading", served, loader.open_model, *arguments, *free)
+        opened: LoadedModel = await self._beside("loading", served, _open, *arguments, *free)
         served.name = served.name or opened.model.name
         served.largest_load = opened.engine.largest_load
         served.embeddings = opened.embeddings
@@ -431,10 +431,10 @@ class ModelPool:
         assert served.outline is not None
         served.outline.digest = opened.model.digest
         await self._beside("releasing", served, _close, opened)
-        weights = weakref.ref(opened.model)
+        weights, device = weakref.ref(opened.model), opened.engine.studio.backend.device
         del opened
         for i in range(TRIES):  # whoever heard of its last job a moment ago may still hold that
-            await self._beside("releasing", served, _collect)
+            await self._beside("releasing", served, _collect, device)
             if weights() is None:
                 break
             await asyncio.sleep(TRY_S * 2**i)
@@ -466,12 +466,19 @@ def _close_shelves(opened: LoadedModel) -> None:
             shelf.close()
 
 
-def _collect() -> None:
+def _open(settings: ServeSettings, *given: Any) -> LoadedModel:
+    """Load a model while no other takes a step, on a device that bears but one thread."""
+    with accelerator.alone(models.device(settings.device)):
+        return loader.open_model(settings, *given)
+
+
+def _collect(device: torch.device) -> None:
     """Give a released model's memory back; what the server left out of collections is looked at again."""
     gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-    accelerator.empty_cache()
+    with accelerator.alone(device):  # also where a tensor's last user is gone
+        gc.collect()
+        gc.freeze()
+        accelerator.empty_cache()
     give_back()
 
 

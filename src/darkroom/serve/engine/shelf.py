@@ -49,6 +49,7 @@ class Shelf:
         self._held: dict[Ticket, dict[str, File]] = {}
         self._users: Counter[File] = Counter()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="darkroom-reader")
+        self._alone = accelerator.alone(device)
         self._stream = accelerator.new_stream(device)
         """Of the reading thread: on the steps' stream each tensor of a file would wait for a step."""
 

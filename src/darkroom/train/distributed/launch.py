@@ -13,8 +13,9 @@ from typing import Any
 from darkroom.errors import DarkroomError, RecipeError, Stopped
 from darkroom.hardware import accelerator, machine
 from darkroom.recipe.sections import ParallelSettings
-from darkroom.train.distributed.ranks import LOST, started_together
+from darkroom.train.distributed.ranks import LOST, meet_without_libuv, started_together
 
+WINDOWS_FAULT = 0x8000_0000  # and above: exit codes of processes that Windows ended, as for 0xc0000005
 SAVE_S = 300  # how long processes that are asked to stop may take to save
 
 
@@ -57,6 +58,7 @@ def launch(arguments: Sequence[str], count: int) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    meet_without_libuv()
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # it is said below, in one line
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(machine().usable_cores) // count)))
     config = LaunchConfig(
@@ -87,8 +89,8 @@ def _why(failures: dict[int, Any]) -> DarkroomError:
     """What a user should know of processes that failed, by rank: who was lost, or that it was reported."""
     for rank, failure in sorted(failures.items()):
         code = failure.exitcode
-        if code < 0 and -code != signal.SIGTERM:
-            name = signal.Signals(-code).name
+        if (code < 0 and -code != signal.SIGTERM) or code >= WINDOWS_FAULT:
+            name = signal.Signals(-code).name if code < 0 else f"error {code:#x} of Windows"
             hint = " (was memory short?)" if name == "SIGKILL" else ""
             return DarkroomError(
                 f"rank {rank} was lost: ended by {name}{hint}; the others were stopped; the same command "

@@ -6,6 +6,7 @@ NCCL carries what lies on GPUs, gloo what lies on CPUs. Nothing is pickled betwe
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -126,6 +127,31 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def meet_without_libuv() -> None:
+    """On Windows, have processes meet over PyTorch's other TCP store: its builds for Windows lack libuv.
+
+    torch.distributed knows that, but its launcher, and what it starts, ask for libuv whatever USE_LIBUV says
+    (pytorch issue 178600).
+    """
+    if sys.platform != "win32":
+        return
+    import torch.distributed as dist
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function has its name
+
+    # The launcher's own store; the one that ranks share; theirs, as ranks find it.
+    modules: tuple[Any, ...] = (c10d_rendezvous_backend, dist, rendezvous)
+    base = rendezvous.TCPStore
+
+    def made(self: Any, *given: Any, **named: Any) -> None:
+        base.__init__(self, *given, **{**named, "use_libuv": False})
+
+    store = type("PlainStore", (base,), {"__init__": made})
+    for module in modules:
+        module.TCPStore = store
+
+
 @contextmanager
 def joined(settings: ParallelSettings) -> Iterator[Ranks]:
     """Within, this process is one of the job's ranks. RecipeError where recipe and starter contradict."""
@@ -139,6 +165,7 @@ def joined(settings: ParallelSettings) -> Iterator[Ranks]:
         return
     import torch.distributed as dist
 
+    meet_without_libuv()
     ours = not dist.is_initialized()  # Ray has made the group already; so has an earlier phase
     if ours:
         here = accelerator.current()
