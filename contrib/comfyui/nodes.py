@@ -204,6 +204,7 @@ class DarkroomDraw:
                 "strength": ("FLOAT", {"default": 0.75, "min": 0.01, "max": 1.0, "step": 0.01}),
                 "adapters": ("DARKROOM_ADAPTERS",),
                 "controls": ("DARKROOM_CONTROLS",),
+                "model": ("STRING", {"default": ""}),
             },
         }
 
@@ -217,11 +218,12 @@ class DarkroomDraw:
         strength: float = 0.75,
         adapters: list[Any] | None = None,
         controls: list[Any] | None = None,
+        model: str = "",
         **settings: Any,
     ) -> tuple[torch.Tensor, str]:
         """All pictures in one tensor, and what they were made with."""
         body = {"prompt": prompt, "negative": negative or None, **settings}
-        body |= {"solver": settings["solver"].strip() or None}
+        body |= {"solver": settings["solver"].strip() or None, "model": model.strip() or None}
         body |= {"adapters": adapters or [], "controls": controls or []}
         if image is not None:
             body |= {"image": to_base64(image), "strength": strength}

@@ -63,14 +63,17 @@ MOST_PARTS = 256
 """Of all texts that a prompt is at one step or another (AND, [a|b]): encoding them is in no job's work."""
 
 
+LATER = (
+    *("hires", "controls", "only_masked", "exponential", "model"),
+    *("sigmas", "variation_seed", "variation_strength", "seed_width", "seed_height", "masked_content"),
+)
+"""Fields that came after the first ones."""
+
+
 def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
     """The same for the same body: what makes sending a job twice harmless."""
     # What is not said is left out where it came later: the digests of jobs kept before stay theirs.
-    later = {
-        name
-        for name in ("hires", "controls", "only_masked", "exponential", "model")
-        if getattr(request, name) in (None, ())
-    }
+    later = {name for name in LATER if getattr(request, name) == PictureRequest.model_fields[name].default}
     values = request.model_dump(mode="json", exclude=later)
     for adapter in values["adapters"]:
         for name in ("text_weight", "blocks"):
@@ -225,8 +228,13 @@ def check_shape(
             raise InputError("only_masked without a mask")
     except InputError as error:
         raise Refused(422, "invalid_value", say(error), param="mask") from error
-    if request.seed is not None and request.seed + request.num - 1 > MAX_SEED:
-        raise Refused(422, "over_limit", f"seed: at most {MAX_SEED} for the last picture", param="seed")
+    for name in ("seed", "variation_seed"):
+        if (getattr(request, name) or 0) + request.num - 1 > MAX_SEED:
+            raise Refused(422, "over_limit", f"{name}: at most {MAX_SEED} for the last picture", param=name)
+    if request.masked_content is not None and mask is None:
+        raise Refused(
+            422, "invalid_value", "masked_content: only with a picture and its mask", param="masked_content"
+        )
     if image is not None and request.hires is not None:
         raise Refused(
             422, "invalid_value", "hires: not with a picture to start from; give a larger size", param="hires"
@@ -258,7 +266,8 @@ PARAMS = {
     "solver": "solver",
     "eta": "eta",
     "Karras": "karras",
-    "Exponential": "exponential",
+    "exponential": "exponential",
+    "sigmas": "sigmas",
     "spacing": "spacing",
     "timestep": "spacing",
     "seed": "seed",

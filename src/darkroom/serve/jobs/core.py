@@ -316,7 +316,9 @@ class Core:
             shape = await self._shape(request, uploads)
             self._intake.check_work(self.pool, key, request.num, shape.whole_cost * request.num)
             seed = _seed() if request.seed is None else request.seed
-            request = request.model_copy(update={"seed": seed, "model": chosen})
+            other = _seed() if request.variation_seed is None else request.variation_seed
+            drawn = {"variation_seed": other} if request.variation_strength else {}
+            request = request.model_copy(update={"seed": seed, "model": chosen, **drawn})
             if self.settings.hooks:  # they see finished pictures only: a preview would get past them
                 request = request.model_copy(update={"previews": 0})
             arguments = (uid, self.settings.name, key, job_id or uid, digest, request, shape, uploads)
@@ -655,6 +657,14 @@ class Core:
         """The nets that a request may name."""
         opened = self._opened_or_any(model)
         return [] if opened is None or opened.nets is None else opened.nets.cards()
+
+    async def reference_net(self, model: str | None = None) -> str | None:
+        """The first IP-Adapter of the nets by name, which shows a model further pictures; None for none."""
+        opened = self._opened_or_any(model)
+        if opened is None or opened.nets is None:
+            return None
+        found: str | None = await self._loop.in_thread(opened.nets.first_of, "ip-adapter")
+        return found
 
     def embeddings(self, model: str | None = None) -> opening.Embeddings:
         """The textual inversions that prompts may name, and those that are for other models."""
