@@ -17,7 +17,7 @@ from PIL import Image
 
 CATEGORY = "darkroom"
 POLL_S, TIMEOUT_S = 2, 60
-MAPS = ["none", "canny", "blur", "tile", "scribble", "invert"]
+MAPS = ["none", "canny", "blur", "scribble", "colour", "invert"]
 
 
 @dataclass(frozen=True)

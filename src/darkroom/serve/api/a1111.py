@@ -363,6 +363,9 @@ def _add_lists(router: APIRouter, core: Core, chosen: ChosenModels) -> None:
                     422, "not_served", f"{shown}: cannot be set, say it with each picture", param=shown
                 )
         if wanted is not None and wanted != now["sd_model_checkpoint"]:
+            if core.settings.shared:  # the next request may go to another of the servers
+                message = "sd_model_checkpoint: say it with each picture (override_settings)"
+                raise Refused(422, "not_served", message, param="sd_model_checkpoint")
             await asyncio.to_thread(chosen.choose, caller(request), wanted)
 
     @router.get("/sd-models")

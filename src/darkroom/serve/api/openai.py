@@ -1,4 +1,4 @@
-"""OpenAI's Images dialect: generations, edits, variations, and models. Darkroom's own settings come on top."""
+"""OpenAI's Images dialect: generations, edits, variations, models; darkroom's own settings come on top."""
 
 from __future__ import annotations
 
