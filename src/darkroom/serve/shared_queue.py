@@ -1,9 +1,9 @@
 """`Sharing`: several servers on one database draw from one queue, and each answers for every job.
 
 A job that is accepted is drawn by the server that took it in if no other waits, that one has capacity and the
-job's model and adapters at hand. Else a server with them and capacity takes it; where nobody has them, or after
-`patience_s` (of another's model MODEL_PATIENCE_S), any with capacity: work goes to where its adapters are, and
-does not wait long for a server that is busy. Leases (`leases`) say who has what.
+job's model and adapters at hand. Else a server with them and capacity takes it; where nobody has them, or
+after `patience_s` (of another's model MODEL_PATIENCE_S), any with capacity: work goes to where its adapters
+are, and does not wait long for a server that is busy. Leases (`leases`) say who has what.
 """
 
 from __future__ import annotations
