@@ -157,8 +157,9 @@ def _check_seeds(settings: GenerateSettings, prompts: int) -> None:
     """InputError unless every picture has a seed that generators take."""
     if settings.variation_strength and settings.variation_seed is None:
         raise InputError("variation_strength without variation_seed", mend="give the seed to go towards")
-    if settings.seed_size is not None and min(settings.seed_size) < 8:
-        raise InputError("seed_size {}x{}".format(*settings.seed_size), allowed="sides of 8 pixels or more")
+    if (size := settings.seed_size) is not None and not 8 <= min(size) <= max(size) <= MAX_SIDE:
+        given = "x".join(map(str, size))
+        raise InputError(f"seed_size {given}", allowed=f"sides of 8 to {MAX_SIDE} pixels")
     if max(settings.seed, settings.variation_seed or 0) + prompts * settings.num - 1 > MAX_SEED:
         raise InputError(f"seed {settings.seed}", allowed=f"at most {MAX_SEED} for the last picture")
 

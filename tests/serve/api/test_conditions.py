@@ -324,6 +324,7 @@ def test_of_a_part_alone_the_map_is_that_part_too(http, nets, small):
         "init_images": [base64_of(start)],
         "mask": base64_of(mask),
         "inpaint_full_res": 1,
+        "inpainting_fill": 1,
         "inpaint_full_res_padding": 2,
         "alwayson_scripts": {"controlnet": {"args": [{"model": "edges", "image": base64_of(whole)}]}},
     }
