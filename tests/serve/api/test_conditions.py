@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 from PIL import Image, ImageFilter, ImageOps
@@ -308,6 +309,34 @@ def test_a_picture_to_start_from_goes_with_nets(http, nets, small):
         assert difference(picture_of(answer, "openai"), lone) <= 2
     plain = sample.generate(small, "a horse", image=start, **told)[0].image
     assert difference(plain, lone) >= 4
+
+
+def test_openais_further_pictures_guide_by_the_image_prompt(http, nets, small):
+    """The first is edited; the others are shown by the IP-Adapter there is, or by one that is named."""
+    client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0)
+    start, *shown = (steering(seed) for seed in (3, 9, 12))
+    told = {"steps": 4, "seed": 5, "strength": 0.8, "optimise": "none", "notice": lambda _: None}
+    lone = {
+        num: sample.generate(
+            small,
+            "a horse",
+            image=start,
+            controls=[Control(nets / "face.safetensors", one, 0.7) for one in shown[:num]],
+            **told,
+        )[0].image
+        for num in (0, 1, 2)
+    }
+    more = {"seed": 5, "num_inference_steps": 4, "strength": 0.8, "reference_weight": 0.7}
+    for num, named in ((1, {}), (2, {"reference_net": "face"})):
+        files = [png_of(one) for one in (start, *shown[:num])]
+        made = client.images.edit(image=files, prompt="a horse", extra_body={**more, **named})
+        picture = opened(made.data[0].b64_json or "")
+        assert difference(picture, lone[num]) <= 2
+        assert all(difference(picture, away) >= 3 for other, away in lone.items() if other != num)
+    with pytest.raises(openai.BadRequestError, match="nobody"):
+        client.images.edit(
+            image=[png_of(start)] * 2, prompt="a", extra_body={**more, "reference_net": "nobody"}
+        )
 
 
 def test_of_a_part_alone_the_map_is_that_part_too(http, nets, small):

@@ -80,7 +80,7 @@ class Unit(BaseModel):
     weight: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
     guidance_start: float = Field(0.0, ge=0, lt=1, allow_inf_nan=False)
     guidance_end: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
-    control_mode: int | str = 0
+    control_mode: int | str | list[str] = Field(0, description="webuiapi sends a list of one")
     guessmode: bool | None = None
     resize_mode: int | str = 1
     pixel_perfect: bool = False
@@ -95,7 +95,8 @@ class Unit(BaseModel):
         map_name = ALIASES.get((self.module or "none").lower())
         if map_name is None:
             raise _refused(f"module: one of {', '.join(MODULES)}; send others' maps with module none")
-        guess = MODES.get(_small(self.control_mode))
+        mode = self.control_mode if not isinstance(self.control_mode, list) else "".join(self.control_mode)
+        guess = MODES.get(_small(mode))
         if guess is None:
             raise _refused("control_mode: Balanced (0) or ControlNet is more important (2)")
         if not self.guidance_start < self.guidance_end:
