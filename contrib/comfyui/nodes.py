@@ -17,7 +17,7 @@ from PIL import Image
 
 CATEGORY = "darkroom"
 POLL_S, TIMEOUT_S = 2, 60
-MAPS = ["none", "canny", "blur", "scribble", "colour", "invert"]
+MAPS = ["none", "canny", "blur", "scribble", "colour", "invert", "inpaint"]
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class DarkroomControl:
                 "end": ("FLOAT", {"default": 1.0, **share}),
                 "map": (MAPS,),
             },
-            "optional": {"controls": ("DARKROOM_CONTROLS",)},
+            "optional": {"mask": ("MASK",), "controls": ("DARKROOM_CONTROLS",)},
         }
 
     def added(
@@ -161,6 +161,7 @@ class DarkroomControl:
         start: float,
         end: float,
         map: str,
+        mask: torch.Tensor | None = None,
         controls: list[Any] | None = None,
     ) -> tuple[list[Any]]:
         """The nets so far and this one."""
@@ -172,6 +173,8 @@ class DarkroomControl:
             "end": end,
             "map": map,
         }
+        if mask is not None:
+            control["mask"] = to_base64(mask)
         return ([*(controls or []), control],)
 
 

@@ -73,7 +73,9 @@ class ControlGiven(ControlChoice):
     """The same with its picture."""
 
     image: str = Field(description="PNG, JPEG or WebP in base64")
-    mask: str | None = Field(None, description="of an IP-Adapter: white where it counts")
+    mask: str | None = Field(
+        None, description="of an IP-Adapter: white where it counts; of map inpaint: white where unknown"
+    )
 
     @property
     def choice(self) -> ControlChoice:

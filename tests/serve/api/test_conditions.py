@@ -311,6 +311,35 @@ def test_a_picture_to_start_from_goes_with_nets(http, nets, small):
     assert difference(plain, lone) >= 4
 
 
+def test_an_inpainting_net_has_its_mask_in_each_api(http, nets, small):
+    """Of the native API its own; of A1111's units theirs, else img2img's."""
+    start = steering(3)
+    mask = Image.new("L", (32, 32))
+    mask.paste(255, (8, 8, 24, 24))
+    told = {"steps": 4, "seed": 5, "optimise": "none", "notice": lambda _: None}
+    control = Control(nets / "edges", start, map="inpaint", mask=mask)
+    lone = sample.generate(small, "a horse", controls=[control], **told)[0].image
+    whole = sample.generate(small, "a horse", controls=[Control(nets / "edges", start)], **told)[0].image
+    given = {"net": "edges", "image": base64_of(start), "map": "inpaint", "mask": base64_of(mask)}
+    unit = {"model": "edges", "image": base64_of(start), "module": "inpaint_only", "mask": base64_of(mask)}
+    made = [
+        picture_of(ask(http, "openai", [given]), "openai"),
+        drawn(http, prompt="a horse", alwayson_scripts={"controlnet": {"args": [unit]}}),
+    ]
+    for one in made:
+        assert difference(one, lone) <= 2
+        assert difference(one, whole) >= 4
+    more = {"init_images": [base64_of(start)], "mask": base64_of(mask), "inpainting_fill": 1}
+    units = {"controlnet": {"args": [{"model": "edges", "module": "inpaint_only"}]}}
+    body = {**QUICK, "prompt": "a horse", "denoising_strength": 0.8, **more, "alwayson_scripts": units}
+    made = picture_of(http.post("/sdapi/v1/img2img", json=body), "a1111")
+    redone = {"image": start, "mask": mask, "strength": 0.8, "weighting": "a1111"}
+    lone = sample.generate(small, "a horse", controls=[control], **redone, **told)[0].image
+    assert difference(made, lone) <= 2
+    refused = http.post("/jobs", json={"prompt": "a", "controls": [{**given, "mask": None}]})
+    assert (refused.status_code, "inpaint" in refused.text) == (422, True)
+
+
 def test_openais_further_pictures_guide_by_the_image_prompt(http, nets, small):
     """The first is edited; the others are shown by the IP-Adapter there is, or by one that is named."""
     client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0)

@@ -162,7 +162,7 @@ class Txt2Img(BaseModel):
         return Uploads(controls=controls) if controls else None
 
     def _control_pictures(
-        self, core: Core, card: ModelCard, start: bytes | None
+        self, core: Core, card: ModelCard, start: bytes | None, hole: bytes | None = None
     ) -> tuple[ControlUpload, ...]:
         units = units_of(self.alwayson_scripts)
         if not units:
@@ -173,7 +173,7 @@ class Txt2Img(BaseModel):
             raise Refused(422, "over_limit", most, param="width")
         if start is not None and self._only_masked is not None:  # they are maps of the whole picture
             size = checked_picture(start, core.limits, "init_images").size
-        return tuple(unit.pictures(size, start, core.limits) for unit in units)
+        return tuple(unit.pictures(size, start, hole, core.limits) for unit in units)
 
     @property
     def _only_masked(self) -> int | None:
@@ -240,10 +240,8 @@ class Img2Img(Txt2Img):
     def uploads(self, core: Core, card: ModelCard) -> Uploads:
         """The pictures; what is wrong with them the core finds, which opens them. Takes a while."""
         image = decoded(self.init_images[0], "init_images")
-        controls = self._control_pictures(core, card, image)
-        if self.mask is None:
-            return Uploads(image, controls=controls)
-        return Uploads(image, self._mask(decoded(self.mask, "mask"), core.limits), controls)
+        mask = None if self.mask is None else self._mask(decoded(self.mask, "mask"), core.limits)
+        return Uploads(image, mask, self._control_pictures(core, card, image, mask))
 
     def _mask(self, content: bytes, limits: Limits) -> bytes:
         """A grey mask, white where the picture is redone: where it is opaque, if parts are transparent."""

@@ -27,7 +27,7 @@ from darkroom.models.adapters.blocks import by_layer
 from darkroom.models.upscaler import Upscalers
 from darkroom.picture_settings import DEFAULT_STEPS, PLAIN_UPSCALERS
 from darkroom.sample.adapters import Tag, read_tags
-from darkroom.sample.control import MAPS, find_map
+from darkroom.sample.control import MAPS, check_mask_of, find_map
 from darkroom.sample.generate import check_parts
 from darkroom.sample.inputs import check_mask, masked_box, read_mask, upright
 from darkroom.sample.prompt_schedule import readings
@@ -492,8 +492,7 @@ def check_map(name: str) -> None:
 def _check_control(nets: Nets, choice: ControlChoice, pictures: ControlUpload, shape: Shape) -> None:
     check_map(choice.map)
     known = nets.describe(choice.net)
-    if pictures.mask is not None and known.kind != "ip-adapter":
-        raise InputError(f"a mask for {known.kind} '{choice.net}'", allowed="masks of IP-Adapters")
+    check_mask_of(choice.map, known.kind, choice.net, has_mask=pictures.mask is not None)
     for one in filter(None, (shape, shape.larger)):
         if one.width % known.size_unit or one.height % known.size_unit:
             raise InputError(
