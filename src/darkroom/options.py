@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from darkroom.errors import InputError
 from darkroom.hardware import cpu
@@ -91,7 +91,8 @@ A1111_AUTOMATIC = {
     "dpmpp_3m_sde": "exponential",
 }
 """How A1111 spaces a sampler's sigmas where the schedule is Automatic; of others as their timesteps are."""
-SIGMAS = ("karras", "exponential", "beta", "align_your_steps", "simple", "normal", "ddim_uniform")
+Sigmas = Literal["karras", "exponential", "beta", "align_your_steps", "simple", "normal", "ddim_uniform"]
+SIGMAS: tuple[str, ...] = get_args(Sigmas)
 """How a solver's sigmas may be spaced, if not as its timesteps are."""
 A1111_SCHEDULES = {
     "Karras": "karras",

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from darkroom.errors import InputError
-from darkroom.options import FLOW_SOLVER_NAMES, MAX_SIDE, SIGMAS, SOLVER_NAMES, parse_solver
+from darkroom.options import FLOW_SOLVER_NAMES, MAX_SIDE, SOLVER_NAMES, Sigmas, parse_solver
 
 MAX_STEPS = 1000
 SOLVERS_TEXT = (
@@ -107,9 +107,7 @@ class GenerateSettings(BaseModel):
     eta: float = Field(0.0, ge=0, le=1, description="noise of ddim: 0 none, 1 as much as DDPM")
     karras: bool | None = Field(None, description="Karras sigmas; None: as the scheduler says")
     exponential: bool | None = Field(None, description="exponential sigmas; None: as the scheduler says")
-    sigmas: str | None = Field(
-        None, description=f"how sigmas are spaced: {', '.join(SIGMAS)}; None: as the scheduler says"
-    )
+    sigmas: Sigmas | None = Field(None, description="how sigmas are spaced; None: as the scheduler says")
     spacing: str | None = Field(
         None, description="timesteps leading, trailing or linspace; None: as the scheduler says"
     )

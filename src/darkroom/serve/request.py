@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from darkroom.options import SIGMAS
+from darkroom.options import Sigmas
 
 MAX_SEED = 2**63 - 1
 MOST_ADAPTERS, MOST_CONTROLS = 16, 8
@@ -134,11 +134,7 @@ class PictureRequest(_Strict):
     eta: float = Field(0.0, ge=0, le=1, allow_inf_nan=False, description="noise of ddim")
     karras: bool | None = Field(None, description="Karras sigmas; None: as the scheduler says")
     exponential: bool | None = Field(None, description="exponential sigmas; None: as the scheduler says")
-    sigmas: str | None = Field(
-        None,
-        max_length=40,
-        description=f"how sigmas are spaced: {', '.join(SIGMAS)}; None: as the scheduler says",
-    )
+    sigmas: Sigmas | None = Field(None, description="how sigmas are spaced; None: as the scheduler says")
     spacing: str | None = Field(None, max_length=40, description="timesteps leading, trailing or linspace")
     weighting: Literal["none", "a1111", "compel"] = Field(
         "none", description="syntax of weights in the prompts; none: brackets mean what they say"
