@@ -207,7 +207,8 @@ async def _form_of(request: Request, limits: Limits) -> tuple[dict[str, str], li
     most = 1 + min(limits.controls, MOST_CONTROLS)
     try:
         # `controls` is a text with pictures inside: the bound on bodies holds for it, not Starlette's 1 MiB.
-        form = await request.form(max_files=MOST_PARTS, max_fields=MOST_PARTS, max_part_size=limits.body_bytes)
+        bounds = {"max_files": MOST_PARTS, "max_fields": MOST_PARTS}
+        form = await request.form(**bounds, max_part_size=limits.body_bytes)
     except (OSError, MemoryError):  # a full disk or no memory for the parts is not the client's mistake
         raise
     except Exception as error:  # whatever a parser makes of hostile bytes
