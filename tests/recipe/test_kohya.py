@@ -156,6 +156,50 @@ def test_optimisers_and_their_arguments_are_read(tmp_path: Path) -> None:
     assert (prodigy["d_coef"], prodigy["use_bias_correction"]) == (2.0, True)
 
 
+def test_noises_weights_and_epochs_are_read(tmp_path: Path, folders: dict[str, str]) -> None:
+    text = f"""pretrained_model_name_or_path = "sd15"
+train_data_dir = "{folders["pictures"]}"
+network_module = "networks.lora"
+train_batch_size = 4
+max_train_epochs = 2
+save_every_n_epochs = 1
+sample_every_n_epochs = 3
+sample_every_n_steps = 7
+caption_dropout_rate = 0.2
+caption_dropout_every_n_epochs = 4
+keep_tokens_separator = "|||"
+secondary_separator = ";;;"
+noise_offset = 0.05
+noise_offset_random_strength = true
+adaptive_noise_scale = 0.01
+ip_noise_gamma_random_strength = true
+min_snr_gamma = 0
+scale_v_pred_loss_like_noise_pred = true
+v_parameterization = true
+scale_weight_norms = 1
+lr_scheduler = "cosine_with_restarts"
+lr_scheduler_num_cycles = 3
+lr_scheduler_power = 2
+network_train_text_encoder_only = true
+"""
+    recipe = read(tmp_path, text)
+    epoch = 10  # 3 dogs ten times and 2 cats five times, in batches of 4
+    assert (recipe.train.steps, recipe.checkpoint.every, recipe.sample.every) == (2 * epoch, epoch, 7)
+    data, noise, optim = recipe.data, recipe.objective.noise, recipe.optim
+    assert data.caption_dropout == pytest.approx(1 - 0.8 * 0.75)
+    assert (data.keep_tokens_separator, data.secondary_separator) == ("|||", ";;;")
+    assert (noise.offset, noise.offset_random_strength, noise.adaptive_scale) == (0.05, True, 0.01)
+    assert (noise.perturbation, noise.perturbation_random_strength) == (0, False)  # passed by there too
+    assert recipe.objective.min_snr_gamma is None
+    assert recipe.objective.scale_v_pred_loss_like_noise_pred
+    assert recipe.adapter is not None
+    assert recipe.adapter.scale_weight_norms == 1
+    assert (optim.decay, optim.num_cycles, optim.power) == ("cosine-with-restarts", 3, 1)
+    assert [(rule.match, rule.lr_scale) for rule in optim.layers] == [("unet", 0)]
+    plain = read(tmp_path, text.replace("cosine_with_restarts", "constant"))
+    assert (plain.optim.decay, plain.optim.num_cycles) == ("constant", 1)
+
+
 def test_a_state_folder_is_refused_with_what_to_do(tmp_path: Path) -> None:
     """A LoRA's state as accelerate writes it: what is safe of it is begun with, pickles are left alone."""
     state = tmp_path / "mine-step00000300-state"

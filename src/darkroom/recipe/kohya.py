@@ -75,7 +75,9 @@ DECAYS = {
     "constant": "constant",
     "constant_with_warmup": "constant",
     "cosine": "cosine",
+    "cosine_with_restarts": "cosine-with-restarts",
     "linear": "linear",
+    "polynomial": "polynomial",
     "adafactor": "constant",
 }
 
@@ -96,6 +98,8 @@ TABLE: dict[str, KohyaOption] = {
     "unet_lr": KohyaOption("optim.unet_lr", _number),
     "stop_text_encoder_training": KohyaOption("optim.text_encoder_steps"),
     "lr_scheduler": KohyaOption("optim.decay", _choice("lr_scheduler", DECAYS)),
+    "lr_scheduler_num_cycles": KohyaOption("optim.num_cycles", int, "of cosine_with_restarts, else left out"),
+    "lr_scheduler_power": KohyaOption("optim.power", float, "of polynomial, else left out"),
     "optimizer_type": KohyaOption("optim.name", _choice("optimizer_type", OPTIMISERS)),
     "fused_backward_pass": KohyaOption("optim.fused_backward"),
     "max_grad_norm": KohyaOption("optim.clip_norm", lambda norm: norm or None, "0 is null"),
@@ -103,15 +107,25 @@ TABLE: dict[str, KohyaOption] = {
     "huber_c": KohyaOption("objective.loss.huber_c"),
     "huber_schedule": KohyaOption("objective.loss.huber_schedule"),
     "huber_scale": KohyaOption("objective.loss.huber_scale"),
-    "min_snr_gamma": KohyaOption("objective.min_snr_gamma"),
+    "min_snr_gamma": KohyaOption("objective.min_snr_gamma", lambda gamma: gamma or None, "0 is null"),
     "debiased_estimation_loss": KohyaOption("objective.debiased_estimation"),
+    "scale_v_pred_loss_like_noise_pred": KohyaOption("objective.scale_v_pred_loss_like_noise_pred"),
     "min_timestep": KohyaOption("objective.timesteps.min"),
     "max_timestep": KohyaOption("objective.timesteps.max"),
     "zero_terminal_snr": KohyaOption("objective.noise.zero_terminal_snr"),
     "noise_offset": KohyaOption("objective.noise.offset"),
+    "noise_offset_random_strength": KohyaOption(
+        "objective.noise.offset_random_strength", note="each picture has its own; there a batch"
+    ),
+    "adaptive_noise_scale": KohyaOption(
+        "objective.noise.adaptive_scale", lambda scale: scale or None, "0 is null"
+    ),
     "multires_noise_iterations": KohyaOption("objective.noise.multires_iterations"),
     "multires_noise_discount": KohyaOption("objective.noise.multires_discount"),
     "ip_noise_gamma": KohyaOption("objective.noise.perturbation"),
+    "ip_noise_gamma_random_strength": KohyaOption(
+        "objective.noise.perturbation_random_strength", note="likewise"
+    ),
     "alpha_mask": KohyaOption("data.mask", lambda on: "alpha" if on else None),
     "clip_skip": KohyaOption(
         "data.clip_skip",
@@ -122,6 +136,8 @@ TABLE: dict[str, KohyaOption] = {
     "weighted_captions": KohyaOption("data.weighted_captions"),
     "shuffle_caption": KohyaOption("data.shuffle_tags"),
     "keep_tokens": KohyaOption("data.keep_tokens"),
+    "keep_tokens_separator": KohyaOption("data.keep_tokens_separator"),
+    "secondary_separator": KohyaOption("data.secondary_separator"),
     "caption_dropout_rate": KohyaOption("data.caption_dropout"),
     "caption_tag_dropout_rate": KohyaOption("data.tag_dropout"),
     "token_warmup_step": KohyaOption("data.token_warmup_steps"),
@@ -141,6 +157,7 @@ TABLE: dict[str, KohyaOption] = {
     "network_dim": KohyaOption("adapter.rank"),
     "network_alpha": KohyaOption("adapter.alpha", lambda alpha: alpha or None, "0 is null"),
     "network_dropout": KohyaOption("adapter.dropout", note="of a layer's inputs; there of its ranks"),
+    "scale_weight_norms": KohyaOption("adapter.scale_weight_norms", lambda most: most or None, "0 is null"),
     "save_every_n_steps": KohyaOption("checkpoint.every"),
     "sample_every_n_steps": KohyaOption("sample.every"),
 }
@@ -175,6 +192,10 @@ SEVERAL: dict[str, str] = {
     "in_json": "data.sets[].captions, of the pictures in train_data_dir",
     "gradient_accumulation_steps": "train.global_batch",
     "max_train_epochs": "train.steps, by the pictures in the folders",
+    "save_every_n_epochs": "checkpoint.every, likewise",
+    "sample_every_n_epochs": "sample.every, likewise",
+    "caption_dropout_every_n_epochs": "data.caption_dropout: 1 of n captions, drawn one by one; there all of "
+    "an epoch",
     "lr_warmup_steps": "optim.warmup_steps; below 1 a share of the steps",
     "text_encoder_lr": "optim.text_encoder_lr; of a list the second is text_encoder_2_lr; 0: not trained",
     "learning_rate_te": "the same",
@@ -186,6 +207,7 @@ SEVERAL: dict[str, str] = {
     "network_module": "adapter.kind (networks.lora; lycoris.kohya with algo in network_args); none: finetune",
     "network_args": "see the next table",
     "network_train_unet_only": "adapter.text_encoder=false",
+    "network_train_text_encoder_only": "optim.layers: the U-Net's rate is 0",
     "resume": "refused, with the key that begins with the state's weights: its optimiser is pickled",
     "sample_prompts": "sample.prompts: a text file's lines with --n, --d, --s, --l; pictures are of one size",
 }
@@ -200,7 +222,6 @@ NEEDLESS = frozenset(
         "save_model_as",
         "save_precision",
         "save_last_n_steps",
-        "save_every_n_epochs",
         "save_state",
         "cache_latents",
         "cache_latents_to_disk",
@@ -303,10 +324,12 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
         _network(read, given)
     _text_rates(read, given, adapts=adapts)
     _clip_skip(read)
+    _noise(read)
     _sets(read, given, file.parent)
     if read.content.get("data", {}).get("augment", {}).get("hue"):
         read.put("data.augment.gamma", 0.05)
         read.put("data.augment.share", 0.33)
+    _caption_dropout(read, given)
     _length(read, given)
     _optimiser(read, given)
     if prompts := given.get("sample_prompts"):
@@ -412,6 +435,25 @@ def _steps_of(folder: Path) -> int:
     return int(named[1]) if named else 0
 
 
+def _noise(read: RecipeDraft) -> None:
+    """sd-scripts pass by how a noise varies that is not there."""
+    noise = read.content.get("objective", {}).get("noise", {})
+    for of, more in (
+        ("offset", ("offset_random_strength", "adaptive_scale")),
+        ("perturbation", ("perturbation_random_strength",)),
+    ):
+        if not noise.get(of):
+            for name in more:
+                noise.pop(name, None)
+
+
+def _caption_dropout(read: RecipeDraft, given: Mapping[str, Any]) -> None:
+    """Epochs without captions as so large a share of captions."""
+    if every := int(given.get("caption_dropout_every_n_epochs") or 0):
+        rate = float(read.content.get("data", {}).get("caption_dropout", 0.0))
+        read.put("data.caption_dropout", round(1 - (1 - rate) * (1 - 1 / every), 6))
+
+
 def _toml(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise RecipeError.missing(file)
@@ -511,6 +553,8 @@ SHARED = frozenset(
     (
         "shuffle_caption",
         "keep_tokens",
+        "keep_tokens_separator",
+        "secondary_separator",
         "caption_dropout_rate",
         "caption_tag_dropout_rate",
         "token_warmup_min",
@@ -624,13 +668,19 @@ def _length(read: RecipeDraft, given: Mapping[str, Any]) -> None:
     batch = int(train.get("micro_batch", 1))
     whole = batch * int(given.get("gradient_accumulation_steps", 1))
     train |= {"micro_batch": batch, "global_batch": whole}
-    if epochs := given.get("max_train_epochs"):
-        pictures = read.epoch_pictures
-        if not pictures:
-            raise RecipeError(
-                "max_train_epochs", f"{epochs}, and no picture was found", mend="set train.steps"
-            )
-        train["steps"] = math.ceil(pictures / whole) * int(epochs)
+    mends = {
+        "max_train_epochs": "train.steps",
+        "save_every_n_epochs": "checkpoint.every",
+        "sample_every_n_epochs": "sample.every",
+    }
+    for name, key in mends.items():
+        if epochs := given.get(name):
+            if not read.epoch_pictures:
+                raise RecipeError(name, f"{epochs}, and no picture was found", mend=f"set {key}")
+            steps = math.ceil(read.epoch_pictures / whole) * int(epochs)
+            section, _, last = key.partition(".")
+            said = None if key == "train.steps" else read.content.get(section, {}).get(last)
+            read.put(key, steps if said is None else min(said, steps))
     train.setdefault("steps", 1600)
 
 
@@ -640,6 +690,12 @@ def _pictures_in(folder: str) -> int:
 
 
 def _optimiser(read: RecipeDraft, given: Mapping[str, Any]) -> None:
+    decay = read.content.get("optim", {}).get("decay")
+    for key, of in (("num_cycles", "cosine-with-restarts"), ("power", "polynomial")):
+        if decay != of:
+            read.drop(f"optim.{key}")
+    if given.get("network_train_text_encoder_only"):
+        read.put("optim.layers", [{"match": "unet", "lr_scale": 0}])
     warmup = given.get("lr_warmup_steps") or 0
     steps = read.content["train"]["steps"]
     if warmup:
