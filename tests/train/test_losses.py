@@ -109,7 +109,7 @@ PREDICTIONS = {"epsilon": SNR_T, "v_prediction": SNR_T + 1, "sample": torch.ones
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_soft_min_snr_is_k_diffusions(prediction: str) -> None:
-    """Its denoiser's weight of sigma = SNR^-0.5, over c_out^2 as its target has it, is on the picture's error."""
+    """Its weight of sigma = SNR^-0.5, over c_out^2 as its target has it, is on the picture's error."""
     sigma, data = SNR_T**-0.5, 0.5
     weight = (sigma * data) ** 2 / (sigma**2 + data**2) ** 2
     c_out = sigma * data / (sigma**2 + data**2).sqrt()
@@ -242,7 +242,7 @@ def test_perturbation_is_in_the_input_and_not_in_the_target(base: Path, photos: 
 
 
 def test_strengths_of_noise_are_drawn_picture_by_picture(base: Path, photos: Path, tmp_path: Path) -> None:
-    """kohya's noise = noise + max(rand * offset + adaptive * |mean of latents|, 0) * shift, with own draws."""
+    """kohya's noise + max(rand * offset + adaptive * |mean of latents|, 0) * shift, with own draws."""
     noise = "{offset: 0.2, offset_random_strength: true, adaptive_scale: -0.1, perturbation: 0.4, "
     recipe = recipe_for("lora", base, photos, f"objective.noise={noise} perturbation_random_strength: true}}")
     job = make_job(recipe, Pinned(tmp_path / "run"))
