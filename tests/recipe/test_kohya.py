@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,48 @@ network_train_text_encoder_only = true
     assert [(rule.match, rule.lr_scale) for rule in optim.layers] == [("unet", 0)]
     plain = read(tmp_path, text.replace("cosine_with_restarts", "constant"))
     assert (plain.optim.decay, plain.optim.num_cycles) == ("constant", 1)
+
+
+def sd_scripts_block(layer: str) -> int:
+    """get_block_index of sd-scripts' networks/lora.py, of a layer's name here."""
+    name = "lora_unet_" + layer.replace(".", "_")
+    if found := re.search(
+        r"(up|down)_blocks_(\d+)_(resnets|upsamplers|downsamplers|attentions)_(\d+)_", name
+    ):
+        side, i, kind, j = found[1], int(found[2]), found[3], int(found[4])
+        inner = 3 * i + (2 if kind.endswith("samplers") else j)
+        return 1 + inner if side == "down" else 13 + inner
+    return 12 if "mid_block_" in name else -1
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_rates_and_ranks_by_block_are_sd_scripts(tmp_path: Path, kernels: bool) -> None:
+    down, up = [round(0.1 * i, 1) for i in range(12)], [round(2 + 0.1 * i, 1) for i in range(12)]
+    dims = list(range(2, 27))
+    weights = [*down, 1.5, *up]
+    arguments = [f"down_lr_weight={','.join(map(str, down))}", "mid_lr_weight=1.5"]
+    arguments += [f"up_lr_weight={','.join(map(str, up))}", f"block_dims={','.join(map(str, dims))}"]
+    arguments += ["conv_dim=40"] if kernels else []
+    recipe = read(
+        tmp_path,
+        'pretrained_model_name_or_path = "sd15"\nnetwork_module = "networks.lora"\nnetwork_dim = 99\n'
+        f"network_args = {arguments}\n",
+        "data.folder=pictures",
+    )
+    assert recipe.adapter is not None
+    unet = models.create("sd15", parts=("unet",), device="meta").unet
+    assert unet is not None
+    layers = target_layers("unet", unet, recipe.adapter.targets)
+    assert len(layers) > 100
+    rank_of = recipe.adapter.rank_of
+    for layer in layers:
+        block = sd_scripts_block(layer)
+        name = f"unet.{layer}.lora_A.default.weight"
+        rule = next((rule for rule in recipe.optim.layers if rule.holds_for(name)), None)
+        assert (1.0 if rule is None else rule.lr_scale) == (weights[block] if block >= 0 else 1), layer
+        kernel = layer.rpartition(".")[2] in ("conv", "conv1", "conv2")
+        assert rank_of(f"unet.{layer}") == (40 if kernel else dims[block]), layer
+    assert rank_of("text_encoder.layers.0.mlp.fc1") == 99
 
 
 def test_a_state_folder_is_refused_with_what_to_do(tmp_path: Path) -> None:

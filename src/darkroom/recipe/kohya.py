@@ -6,11 +6,12 @@ named and left out; what is known and cannot be had is refused.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -296,6 +297,10 @@ class RecipeDraft:
             inner = inner.setdefault(parent, {})
         inner[last] = value
 
+    def add_rules(self, rules: Sequence[Mapping[str, Any]]) -> None:
+        """Put rates of layers before those that are there: the first that matches holds."""
+        self.put("optim.layers", [*rules, *self.content.get("optim", {}).get("layers", [])])
+
     def drop(self, key: str) -> None:
         """Take a key of a section out, if it is there."""
         section, _, name = key.partition(".")
@@ -398,7 +403,7 @@ def _text_rates(read: RecipeDraft, given: Mapping[str, Any], *, adapts: bool) ->
         elif rate is not None:
             frozen.append({"match": part, "lr_scale": 0.0})
     if frozen:
-        read.put("optim.layers", frozen)
+        read.add_rules(frozen)
 
 
 STATE_FILES = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl")
@@ -504,11 +509,83 @@ def _network(read: RecipeDraft, given: Mapping[str, Any]) -> None:
     read.put("adapter.text_encoder", trains_text)
     if kind == "lokr":
         _whole_matrices(read, given, arguments)
+    _blocks(read, given, arguments, kernels="conv_dim" in arguments)
     for name, value in arguments.items():
         if name in NETWORK:
             read.put(NETWORK[name].key, NETWORK[name].read(value))
         else:
             read.unknown.append(f"network_args {name}")
+
+
+HALF, SIDES = 12, {"down": 1, "up": 13}
+"""sd-scripts' blocks of SD 1.x and 2.x: 12 down (the first has no layers), one in the middle, 12 up."""
+
+
+def _blocks(read: RecipeDraft, given: Mapping[str, Any], arguments: dict[str, str], *, kernels: bool) -> None:
+    """Rates, ranks and alphas by block, as patterns of layers."""
+    down, mid, up = (
+        _numbers(arguments, f"{side}_lr_weight", count)
+        for side, count in (("down", 12), ("mid", 1), ("up", 12))
+    )
+    if down or mid or up:
+        weights = [*(down or [1.0] * HALF), *(mid or [1.0]), *(up or [1.0] * HALF)]
+        rules = [
+            {"match": f"unet.{layer}", "lr_scale": weights[index]}
+            for index, layer in _layers_of_blocks()
+            if weights[index] != 1
+        ]
+        read.add_rules(rules)
+    for name, key, kind in (("block_dims", "rank", int), ("block_alphas", "alpha", float)):
+        if numbers := _numbers(arguments, name, 2 * HALF + 1):
+            shown = [
+                (pattern, kind(numbers[index]))
+                for index, layer in _layers_of_blocks()
+                for pattern in _inner_patterns(layer, kernels=kernels)
+            ]
+            read.put(f"adapter.{key}_pattern", dict(shown))
+
+
+def _numbers(arguments: dict[str, str], name: str, count: int) -> list[float]:
+    """The numbers of an entry of network_args, which is taken out; none where it is not given."""
+    if (text := arguments.pop(name, None)) is None:
+        return []
+    try:
+        found = [float(one) for one in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) != count:
+        raise RecipeError(
+            f"network_args {name}",
+            f"'{text}'",
+            allowed=f"{count} numbers, of the blocks of SD 1.x or 2.x",
+            mend="say optim.layers or adapter.rank_pattern",
+        )
+    return found
+
+
+def _layers_of_blocks() -> Iterator[tuple[int, str]]:
+    """Each of sd-scripts' blocks by its number, with the names of what is in it."""
+    yield HALF, "mid_block"
+    for i, (side, first) in itertools.product(range(4), SIDES.items()):
+        block, steps = f"{side}_blocks.{i}", 2 if side == "down" else 3
+        for j in range(steps):
+            if (i < 3) if side == "down" else i:
+                yield first + 3 * i + j, f"{block}.attentions.{j}"
+            yield first + 3 * i + j, f"{block}.resnets.{j}"
+        if i < 3:
+            yield first + 3 * i + 2, f"{block}.{side}samplers.0"
+
+
+def _inner_patterns(layer: str, *, kernels: bool) -> Iterator[str]:
+    """What of a block's part has the rank of linear layers; kernels have conv_dim."""
+    if layer == "mid_block":
+        yield "unet.mid_block.attentions.*"
+        if kernels:
+            yield "unet.mid_block.resnets.*_*"
+    elif ".attentions." in layer:
+        yield f"unet.{layer}.*"
+    elif kernels and ".resnets." in layer:
+        yield f"unet.{layer}.*_*"  # time_emb_proj and conv_shortcut
 
 
 def _preset(
@@ -695,7 +772,7 @@ def _optimiser(read: RecipeDraft, given: Mapping[str, Any]) -> None:
         if decay != of:
             read.drop(f"optim.{key}")
     if given.get("network_train_text_encoder_only"):
-        read.put("optim.layers", [{"match": "unet", "lr_scale": 0}])
+        read.add_rules([{"match": "unet", "lr_scale": 0}])
     warmup = given.get("lr_warmup_steps") or 0
     steps = read.content["train"]["steps"]
     if warmup:
@@ -778,5 +855,13 @@ def table() -> str:
     lines += [f"| `{name}` | `{one.key}` | {one.note} |" for name, one in NETWORK.items()]
     lines.append(f"| `algo` | `adapter.kind` | {', '.join(f'{a}: {k}' for a, k in ALGORITHMS.items())} |")
     lines.append(f"| `preset` | `adapter.targets` | {', '.join(PRESETS)}; of lycoris.kohya, which has full |")
+    lines.append(
+        "| `down_lr_weight`, `mid_lr_weight`, `up_lr_weight` | `optim.layers` | 12, 1 and 12 numbers, "
+        "of SD 1.x and 2.x |"
+    )
+    lines.append(
+        "| `block_dims`, `block_alphas` | `adapter.rank_pattern`, `adapter.alpha_pattern` | 25 numbers, "
+        "of linear layers |"
+    )
     lines.append("| `full_matrix` | `adapter.rank` | 4096 of lokr, as is any higher rank: whole matrices |")
     return "\n".join(lines)
