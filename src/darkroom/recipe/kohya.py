@@ -446,6 +446,7 @@ def _noise(read: RecipeDraft) -> None:
     for of, more in (
         ("offset", ("offset_random_strength", "adaptive_scale")),
         ("perturbation", ("perturbation_random_strength",)),
+        ("multires_iterations", ("multires_discount",)),
     ):
         if not noise.get(of):
             for name in more:
