@@ -99,6 +99,43 @@ def test_a_name_that_only_contains_a_card_is_not_that_card(name):
     assert find_card(name) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "memory"),
+    [
+        ("Apple M2 16GB", "Apple M2 16GB", 2 / 3 * 16),
+        ("m1 8 gb", "Apple M1 8GB", 2 / 3 * 8),
+        ("M3 Max 64GB", "Apple M3 Max 64GB", 48),
+        ("Apple M4 Pro (48 GB)", "Apple M4 Pro 48GB", 36),
+        ("Apple M2 24GB", "Apple M2", 16),
+        ("M2 Ultra", "Apple M2 Ultra", 144),
+    ],
+)
+def test_an_apple_gpu_has_its_machines_memory(name, row, memory):
+    card = find_card(name)
+    assert card is not None
+    assert card.name == row
+    assert card.memory_bytes == pytest.approx(memory * 2**30, rel=1e-3)
+    plain = find_card(row.partition("GB")[0].rpartition(" ")[0]) if row.endswith("GB") else card
+    assert plain is not None
+    assert card.flops == plain.flops
+
+
+def test_apple_gpus_rates_are_those_of_their_cores():
+    """2 FLOP a cycle of 128 units a core (applegpuinfo: 38 cores at 1.398 GHz are 13.6 TFLOPS)."""
+    rates = {name: peak_flops(f"Apple {name}", "float32") for name in ("M2", "M2 Pro", "M2 Max", "M2 Ultra")}
+    assert rates["M2 Max"] == pytest.approx(38 * 256 * 1.398e9, rel=1e-3)
+    assert rates["M2 Ultra"] == pytest.approx(2 * rates["M2 Max"], rel=1e-3)
+    assert rates["M2"] == pytest.approx(rates["M2 Pro"] * 10 / 19, rel=1e-2)
+    guessed = [card.name for card in cards().values() if "fp32_tflops" in card.guessed]
+    assert {"Apple M3", "Apple M4 Max"} <= set(guessed)
+    assert not {"Apple M1", "Apple M2 Max"} & set(guessed)
+
+
+@pytest.mark.parametrize("name", ["Apple M2 32GB", "Tesla M4", "M40", "Apple M1 4GB", "Apple M9 16GB"])
+def test_what_is_no_apple_gpu_is_not_taken_for_one(name):
+    assert find_card(name) is None
+
+
 def test_rates_are_dense_and_in_flops():
     assert peak_flops("A100-SXM4-80GB", "bf16") == 312e12
     assert peak_flops("H100", "fp16") == pytest.approx(989.4e12)

@@ -649,6 +649,32 @@ def test_cards_of_so_much_memory_are_compared_and_prices_chosen(capsys):
     assert "verda" in err
 
 
+def test_cards_are_compared_by_name_and_counts_are_read(capsys):
+    found = plan_of(capsys, "--gpu", "T4, A100-80,T4", "--price", "1")
+    assert sorted(plan["device"] for plan in found) == ["A100-SXM4-80GB", "T4"]
+    assert [plan["cost"]["usd"] for plan in found] == sorted(plan["cost"]["usd"] for plan in found)
+    for name, said in (
+        ("8 x A100-80", "say --gpu 'A100-80' --count 8"),
+        ("T4,here", "'here' stands by itself"),
+        ("T4,Voodoo 2", "--gpu Voodoo 2; allowed: here, all, memory=12GB, or cards of hardware.csv"),
+    ):
+        code, _, err = told(capsys, *PICTURES, "--gpu", name)
+        assert (code, said in err) == (2, True), err
+
+
+def test_a_smaller_mac_has_less_and_says_whose_memory_it_is(capsys):
+    (large,) = plan_of(capsys, "--gpu", "Apple M2")
+    (small,) = plan_of(capsys, "--gpu", "M2 8GB")
+    assert small["device"] == "Apple M2 8GB"
+    assert small["device_memory_bytes"] == pytest.approx(large["device_memory_bytes"] / 3)
+    assert small["step_s"]["total"] == pytest.approx(large["step_s"]["total"])
+    assert "Apple M2 8GB: two thirds of 8 GB are the GPU's, as Metal has it" in small["notes"]
+    assert any("24 GB are the GPU's, as Metal has it, its largest" in note for note in large["notes"])
+    assert not any("98 %" in note for note in (*small["notes"], *large["notes"]))
+    (newer,) = plan_of(capsys, "--gpu", "Apple M4 Max")
+    assert any("or the rates of the Apple M4 Max" in note for note in newer["notes"])
+
+
 def test_what_no_source_tells_is_said(capsys):
     (guessed,) = plan_of(capsys, "--gpu", "RTX 4070")
     (known,) = plan_of(capsys, "--gpu", "RTX 4090")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,94 @@ def test_optimisers_and_their_arguments_are_read(tmp_path: Path) -> None:
     assert (relative["scale_parameter"], relative["lr"], relative["decay"]) == (True, 1e-2, "constant")
     prodigy = optim("Prodigy", "decouple=True", "d_coef=2", "use_bias_correction=True")
     assert (prodigy["d_coef"], prodigy["use_bias_correction"]) == (2.0, True)
+
+
+def test_noises_weights_and_epochs_are_read(tmp_path: Path, folders: dict[str, str]) -> None:
+    text = f"""pretrained_model_name_or_path = "sd15"
+train_data_dir = "{folders["pictures"]}"
+network_module = "networks.lora"
+train_batch_size = 4
+max_train_epochs = 2
+save_every_n_epochs = 1
+sample_every_n_epochs = 3
+sample_every_n_steps = 7
+caption_dropout_rate = 0.2
+caption_dropout_every_n_epochs = 4
+keep_tokens_separator = "|||"
+secondary_separator = ";;;"
+noise_offset = 0.05
+noise_offset_random_strength = true
+adaptive_noise_scale = 0.01
+ip_noise_gamma_random_strength = true
+multires_noise_iterations = 0
+multires_noise_discount = 0
+min_snr_gamma = 0
+scale_v_pred_loss_like_noise_pred = true
+v_parameterization = true
+scale_weight_norms = 1
+lr_scheduler = "cosine_with_restarts"
+lr_scheduler_num_cycles = 3
+lr_scheduler_power = 2
+network_train_text_encoder_only = true
+"""
+    recipe = read(tmp_path, text)
+    epoch = 10  # 3 dogs ten times and 2 cats five times, in batches of 4
+    assert (recipe.train.steps, recipe.checkpoint.every, recipe.sample.every) == (2 * epoch, epoch, 7)
+    data, noise, optim = recipe.data, recipe.objective.noise, recipe.optim
+    assert data.caption_dropout == pytest.approx(1 - 0.8 * 0.75)
+    assert (data.keep_tokens_separator, data.secondary_separator) == ("|||", ";;;")
+    assert (noise.offset, noise.offset_random_strength, noise.adaptive_scale) == (0.05, True, 0.01)
+    assert (noise.perturbation, noise.perturbation_random_strength) == (0, False)  # passed by there too
+    assert recipe.objective.min_snr_gamma is None
+    assert recipe.objective.scale_v_pred_loss_like_noise_pred
+    assert recipe.adapter is not None
+    assert recipe.adapter.scale_weight_norms == 1
+    assert (optim.decay, optim.num_cycles, optim.power) == ("cosine-with-restarts", 3, 1)
+    assert [(rule.match, rule.lr_scale) for rule in optim.layers] == [("unet", 0)]
+    plain = read(tmp_path, text.replace("cosine_with_restarts", "constant"))
+    assert (plain.optim.decay, plain.optim.num_cycles) == ("constant", 1)
+
+
+def sd_scripts_block(layer: str) -> int:
+    """get_block_index of sd-scripts' networks/lora.py, of a layer's name here."""
+    name = "lora_unet_" + layer.replace(".", "_")
+    if found := re.search(
+        r"(up|down)_blocks_(\d+)_(resnets|upsamplers|downsamplers|attentions)_(\d+)_", name
+    ):
+        side, i, kind, j = found[1], int(found[2]), found[3], int(found[4])
+        inner = 3 * i + (2 if kind.endswith("samplers") else j)
+        return 1 + inner if side == "down" else 13 + inner
+    return 12 if "mid_block_" in name else -1
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_rates_and_ranks_by_block_are_sd_scripts(tmp_path: Path, kernels: bool) -> None:
+    down, up = [round(0.1 * i, 1) for i in range(12)], [round(2 + 0.1 * i, 1) for i in range(12)]
+    dims = list(range(2, 27))
+    weights = [*down, 1.5, *up]
+    arguments = [f"down_lr_weight={','.join(map(str, down))}", "mid_lr_weight=1.5"]
+    arguments += [f"up_lr_weight={','.join(map(str, up))}", f"block_dims={','.join(map(str, dims))}"]
+    arguments += ["conv_dim=40"] if kernels else []
+    recipe = read(
+        tmp_path,
+        'pretrained_model_name_or_path = "sd15"\nnetwork_module = "networks.lora"\nnetwork_dim = 99\n'
+        f"network_args = {arguments}\n",
+        "data.folder=pictures",
+    )
+    assert recipe.adapter is not None
+    unet = models.create("sd15", parts=("unet",), device="meta").unet
+    assert unet is not None
+    layers = target_layers("unet", unet, recipe.adapter.targets)
+    assert len(layers) > 100
+    rank_of = recipe.adapter.rank_of
+    for layer in layers:
+        block = sd_scripts_block(layer)
+        name = f"unet.{layer}.lora_A.default.weight"
+        rule = next((rule for rule in recipe.optim.layers if rule.holds_for(name)), None)
+        assert (1.0 if rule is None else rule.lr_scale) == (weights[block] if block >= 0 else 1), layer
+        kernel = layer.rpartition(".")[2] in ("conv", "conv1", "conv2")
+        assert rank_of(f"unet.{layer}") == (40 if kernel else dims[block]), layer
+    assert rank_of("text_encoder.layers.0.mlp.fc1") == 99
 
 
 def test_a_state_folder_is_refused_with_what_to_do(tmp_path: Path) -> None:

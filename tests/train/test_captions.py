@@ -13,7 +13,7 @@ from PIL import Image
 from subjects import check_resumes_exactly, recipe_for
 
 from darkroom import models, sample
-from darkroom.data.order import chosen_wildcards, kept_tags, shuffled_tags
+from darkroom.data.order import chosen_wildcards, kept_tags, parts_of, shuffled_tags
 from darkroom.errors import RecipeError
 from darkroom.sample.prompts import encode_prompts
 from darkroom.train.jobs import Pinned
@@ -123,6 +123,33 @@ def test_tags_warm_up_from_the_first_and_are_dealt_then(base: Path, photos: Path
     assert any(rest != sorted(rest, key=lambda tag: int(tag[1:])) for rest in seen)
 
 
+def test_separators_fix_what_stands_around_them(base: Path, photos: Path, tmp_path: Path) -> None:
+    """sd-scripts: what is before the first stays, what is after the second too, all else is dealt."""
+    prompt = "sks dog, a ||| b, c, d;;;e, f ||| best, sharp"
+    recipe = recipe_for(
+        "lora",
+        base,
+        photos,
+        f"data.prompt='{prompt}'",
+        *("data.shuffle_tags=true", "data.keep_tokens=3", "data.keep_tokens_separator='|||'"),
+        "data.secondary_separator=';;;'",
+    )
+    job = make_job(recipe, Pinned(tmp_path / "run"))
+    seen = set()
+    with job.feed(0) as batches:
+        for batch, _ in zip(batches, range(6), strict=False):
+            for caption in batch["caption"]:
+                tags = caption.split(", ")
+                assert (tags[:2], tags[-2:]) == (["sks dog", "a"], ["best", "sharp"])
+                assert sorted(tags[2:-2]) == ["b", "c", "d", "e", "f"]
+                assert tags[tags.index("d") + 1] == "e"  # one tag until it was dealt
+                seen.add(tuple(tags[2:-2]))
+    assert len(seen) > 3
+    assert parts_of("a, b", "|||").around("b, a") == "b, a"
+    assert parts_of("||| b, a", "|||").around("a, b") == "a, b"
+    assert parts_of("x |||", "|||").around("") == "x"
+
+
 def test_wildcards_choose_evenly_and_inside_each_other() -> None:
     found = Counter(chosen_wildcards("a {red|{light|dark} blue} dog", key) for key in range(3000))
     assert set(found) == {"a red dog", "a light blue dog", "a dark blue dog"}
@@ -164,7 +191,14 @@ def test_a_run_with_all_of_them_resumes_to_the_bit(base: Path, photos: Path, tmp
 
 
 @pytest.mark.parametrize(
-    "key", ["tag_dropout=0.1", "clip_skip=1", "caption_prefix=a", "max_token_length=150"]
+    "key",
+    [
+        "keep_tokens_separator='|||'",
+        "tag_dropout=0.1",
+        "clip_skip=1",
+        "caption_prefix=a",
+        "max_token_length=150",
+    ],
 )
 def test_prepared_text_is_refused_with_captions_that_change(key: str) -> None:
     nowhere = (

@@ -101,6 +101,50 @@ def test_debiased_estimation_weighs_by_the_signal(prediction: str) -> None:
     assert not torch.allclose(found, objective(config).weights[T])
 
 
+SNR_T = torch.cumprod(1 - torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2, 0)
+SNR_T = (SNR_T / (1 - SNR_T))[T]
+PREDICTIONS = {"epsilon": SNR_T, "v_prediction": SNR_T + 1, "sample": torch.ones(4, dtype=torch.float64)}
+"""The square error of what is predicted, as a multiple of the picture's."""
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_soft_min_snr_is_k_diffusions(prediction: str) -> None:
+    """Its weight of sigma = SNR^-0.5, over c_out^2 as its target has it, is on the picture's error."""
+    sigma, data = SNR_T**-0.5, 0.5
+    weight = (sigma * data) ** 2 / (sigma**2 + data**2) ** 2
+    c_out = sigma * data / (sigma**2 + data**2).sqrt()
+    expected = weight / c_out**2 / PREDICTIONS[prediction]
+    config = {**BASE, "prediction_type": prediction}
+    found = objective(config, soft_min_snr_gamma=data**-2).weights[T]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
+    hard = objective(config, min_snr_gamma=data**-2).weights[T]
+    assert ((found - hard).abs() / hard).max() > 0.1
+
+
+@pytest.mark.parametrize(("gamma", "k"), [(0.5, 1.0), (1.0, 3.0)])
+def test_p2_weights_are_the_papers(gamma: float, k: float) -> None:
+    """The authors' code: 1 / (p2_k + snr)^p2_gamma, snr = 1 / (1 - alphas_cumprod) - 1, of epsilon."""
+    found = objective(p2_gamma=gamma, p2_k=k).weights[T]
+    torch.testing.assert_close(found.double(), 1 / (k + SNR_T) ** gamma, rtol=1e-4, atol=0)
+    for prediction, errors in PREDICTIONS.items():
+        other = objective({**BASE, "prediction_type": prediction}, p2_gamma=gamma, p2_k=k).weights[T]
+        torch.testing.assert_close(other.double() * errors, found.double() * SNR_T, rtol=1e-4, atol=0)
+    assert not torch.allclose(found, objective(p2_gamma=gamma, p2_k=k + 1).weights[T])
+
+
+def test_the_loss_of_v_is_scaled_as_kohyas() -> None:
+    config = {**BASE, "prediction_type": "v_prediction"}
+    snr = SNR_T.clamp(max=1000)
+    found = objective(config, scale_v_pred_loss_like_noise_pred=True, min_snr_gamma=5).weights[T]
+    expected = SNR_T.clamp(max=5) / (SNR_T + 1) * (snr / (snr + 1))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
+    assert not torch.allclose(found, objective(config, min_snr_gamma=5).weights[T], rtol=1e-2)
+    with pytest.raises(
+        RecipeError, match=r"true, but the model predicts epsilon; allowed: with objective.pred"
+    ):
+        objective(scale_v_pred_loss_like_noise_pred=True)
+
+
 # ---- timesteps
 
 
@@ -197,11 +241,34 @@ def test_perturbation_is_in_the_input_and_not_in_the_target(base: Path, photos: 
     assert torch.equal(held, job.task.heldout(other)["heldout_loss"])  # measured without it
 
 
+def test_strengths_of_noise_are_drawn_picture_by_picture(base: Path, photos: Path, tmp_path: Path) -> None:
+    """kohya's noise + max(rand * offset + adaptive * |mean of latents|, 0) * shift, with own draws."""
+    noise = "{offset: 0.2, offset_random_strength: true, adaptive_scale: -0.1, perturbation: 0.4, "
+    recipe = recipe_for("lora", base, photos, f"objective.noise={noise} perturbation_random_strength: true}}")
+    job = make_job(recipe, Pinned(tmp_path / "run"))
+    with job.feed(0) as batches:
+        columns = next(batches)
+        inputs = job.task.inputs(columns, job.device)
+    shares = [columns[f"{name}_strength"] for name in ("offset", "perturbation")]
+    assert not torch.equal(*shares)
+    assert len({float(share) for share in shares[0]}) == len(shares[0]) > 1
+    mean = inputs["latents"].mean(dim=(2, 3), keepdim=True).abs()
+    strength = torch.clamp(0.2 * shares[0] - 0.1 * mean, min=0)
+    torch.testing.assert_close(inputs["noise"], columns["noise"] + strength * columns["offset"])
+    assert not torch.allclose(inputs["noise"], columns["noise"] + 0.2 * columns["offset"], atol=1e-3)
+    torch.testing.assert_close(inputs["perturbation"], columns["perturbation"] * shares[1])
+    again = draws.uniform(
+        recipe.train.seed, np.zeros(9, np.int64), np.arange(9), draws.Purpose.OFFSET_STRENGTH
+    )
+    assert set(shares[0].flatten().tolist()) <= set(again.astype(np.float32).tolist())
+
+
 ALL = (
     "objective.loss.type=huber",
     "objective.debiased_estimation=true",
     "objective.timesteps={min: 50, max: 900, distribution: mode}",
-    "objective.noise={multires_iterations: 4, perturbation: 0.1, offset: 0.05}",
+    "objective.noise={multires_iterations: 4, perturbation: 0.1, perturbation_random_strength: true, "
+    "offset: 0.05, offset_random_strength: true, adaptive_scale: 0.02}",
 )
 
 
@@ -222,6 +289,23 @@ def test_a_run_with_all_of_them_resumes_to_the_bit(base: Path, photos: Path, tmp
             ("objective.debiased_estimation=true", "objective.min_snr_gamma=5"),
             "debiased_estimation with min_snr_gamma",
         ),
+        (
+            ("objective.p2_gamma=1", "objective.soft_min_snr_gamma=4"),
+            "p2_gamma with soft_min_snr_gamma: both weigh timesteps",
+        ),
+        (("objective.p2_k=2",), "p2_k without p2_gamma"),
+        (
+            ("objective.prediction=sample", "objective.scale_v_pred_loss_like_noise_pred=true"),
+            "scale_v_pred_loss_like_noise_pred with prediction sample; use v",
+        ),
+        (("objective.noise.offset_random_strength=true",), "but offset is 0; set noise.offset"),
+        (("objective.noise.adaptive_scale=0.1",), "adaptive_scale, but offset is 0; set noise.offset"),
+        (("task=dpo", "objective.p2_gamma=1"), "objective.p2_gamma: given with the task dpo"),
+        (("task=distill", "objective.p2_gamma=1"), "objective.p2_gamma: 1.* with the task distill"),
+        (
+            ("task=distill", "objective.noise.perturbation=0.1"),
+            "objective.noise.perturbation: 0.1 with the task distill",
+        ),
         (("objective.loss.type=hubert",), "objective.loss.type: 'hubert' was given"),
     ],
 )
@@ -235,6 +319,8 @@ def test_impossible_pairs_are_refused(overrides: tuple[str, ...], message: str) 
     ("settings", "message"),
     [
         ({"debiased_estimation": True}, "debiased_estimation: true with rectified flow"),
+        ({"soft_min_snr_gamma": 4.0}, "soft_min_snr_gamma: 4 with rectified flow"),
+        ({"scale_v_pred_loss_like_noise_pred": True}, "noise_pred: true with rectified flow"),
         ({"loss": {"type": "huber"}}, "huber_schedule: snr with rectified flow; allowed: constant"),
         (
             {"timesteps": {"distribution": "logit-normal", "mean": 1.0}},

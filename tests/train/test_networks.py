@@ -26,7 +26,7 @@ from darkroom.train.jobs import Pinned
 from darkroom.train.optim import parameter_groups
 from darkroom.train.run import export, train
 from darkroom.train.setup import make_job
-from darkroom.train.tasks.lora import adapter_of, add_adapters, parameter_table
+from darkroom.train.tasks.lora import adapter_of, add_adapters, limit_norms, parameter_table
 
 KINDS: dict[str, dict[str, object]] = {
     "lora": {"rank": 3, "conv_rank": 2, "alpha": 6, "conv_alpha": 1, "rslora": True},
@@ -276,6 +276,56 @@ def test_dropout_is_of_training_alone_and_resumes(base: Path, photos: Path, tmp_
     )
 
 
+def added(down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """A layer's addition without its scale, as sd-scripts multiply it out."""
+    if down.ndim == 2:
+        return up @ down
+    return torch.nn.functional.conv2d(down.permute(1, 0, 2, 3), up).permute(1, 0, 2, 3)
+
+
+def test_norms_are_limited_as_kohyas_are() -> None:
+    settings = AdapterSettings(
+        rank=3, alpha=6, conv_rank=2, conv_alpha=1, targets="conv", scale_weight_norms=0.7
+    )
+    values = stirred(models.create("tiny", seed=3), settings)
+    before = {name: value.clone() for name, value in values.items()}
+    limit_norms(values, settings)
+    scaled = 0
+    for name in (name for name in values if "lora_A" in name):
+        other, scale = name.replace("lora_A", "lora_B"), settings.scale_of(name.partition(".lora_A")[0])
+        norm = (added(before[name], before[other]) * scale).norm().clamp(min=0.7 / 2)
+        ratio = (torch.clamp(norm, max=0.7) / norm) ** 0.5
+        for one in (name, other):
+            torch.testing.assert_close(values[one], before[one] * ratio, rtol=1e-5, atol=1e-8)
+        scaled += int(ratio < 1)
+    assert 0 < scaled < len(values) // 2
+    kept = {name: value.clone() for name, value in before.items()}
+    limit_norms(kept, settings.model_copy(update={"scale_weight_norms": None}))
+    assert all(torch.equal(kept[name], before[name]) for name in before)
+
+
+def test_a_run_keeps_its_norms_below_the_limit_and_resumes(base: Path, photos: Path, tmp_path: Path) -> None:
+    overrides = ("adapter.scale_weight_norms=0.02", "optim.lr=1e-2")
+    check_resumes_exactly(
+        lambda *more: recipe_for("lora", base, photos, *overrides, *more),
+        tmp_path / "resumed",
+        control=("adapter.scale_weight_norms=0.01",),
+    )
+    largest = []
+    for limit in ("0.02", "null"):
+        recipe = recipe_for("lora", base, photos, "optim.lr=1e-2", f"adapter.scale_weight_norms={limit}")
+        job = make_job(recipe, Pinned(tmp_path / limit))
+        with job.feed(0) as batches:
+            for k in range(2):
+                job.step(k, job.task.inputs(next(batches), job.device))
+        masters = job.step.weights.masters
+        downs = [name for name in masters if "lora_A" in name]
+        norms = [added(masters[name], masters[name.replace("lora_A", "lora_B")]).norm() for name in downs]
+        largest.append(float(max(norms)))
+    assert largest[0] == pytest.approx(0.02, rel=1e-4)
+    assert largest[1] > 0.03
+
+
 def test_loraplus_groups_are_pefts() -> None:
     model = models.create("tiny", seed=3)
     parts = add_adapters(model, AdapterSettings(rank=2))
@@ -334,6 +384,16 @@ def test_sdxls_encoders_and_the_unet_have_rates_of_their_own() -> None:
 REFUSED = [
     (("adapter.kind=loha", "adapter.dora=true"), "dora with kind loha, which has none; use kind lora"),
     (("adapter.kind=oft", "adapter.rank_dropout=0.1"), "rank_dropout with kind oft"),
+    (("adapter.kind=loha", "adapter.scale_weight_norms=1"), "scale_weight_norms with kind loha"),
+    (("adapter.dora=true", "adapter.scale_weight_norms=1"), "scale_weight_norms with dora"),
+    (
+        ("adapter.init_lora_weights=pissa", "adapter.scale_weight_norms=1"),
+        "scale_weight_norms with init_lora_weights pissa",
+    ),
+    (
+        ("optim.name=schedule-free", "adapter.scale_weight_norms=1"),
+        "scale_weight_norms: 1 with optim.name=schedule-free",
+    ),
     (("adapter.factor=4",), "factor and decompose_both with kind lora"),
     (("adapter.dora=true", "adapter.rank_dropout=0.1"), "with dora, whose magnitudes need all ranks"),
     (("adapter.conv_rank=4",), "conv_rank or conv_alpha with targets attention; use targets conv"),

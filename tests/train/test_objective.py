@@ -100,10 +100,13 @@ def test_min_snr_weights_are_the_papers() -> None:
     assert min_snr_weights(alphas_cumprod, "v", None).tolist() == [1.0] * 5
 
 
-def test_min_snr_makes_the_three_predictions_one_loss() -> None:
+@pytest.mark.parametrize("weighs", [{"min_snr_gamma": 5.0}, {"soft_min_snr_gamma": 4.0}, {"p2_gamma": 1.0}])
+def test_weights_make_the_three_predictions_one_loss(weighs: dict[str, float]) -> None:
     """One error of the picture weighs the same as epsilon, v or sample (Hang et al. 2023, section 3.4)."""
     config = {p: resolved(p) for p in ("epsilon", "v", "sample")}
-    objectives = {p: Objective.from_config(c, min_snr_gamma=5.0) for p, c in config.items()}
+    objectives = {
+        p: Objective.from_config(c, ObjectiveSettings.model_validate(weighs)) for p, c in config.items()
+    }
     generator = torch.Generator().manual_seed(1)
     x, noise, error = (torch.randn(4, 4, 8, 8, generator=generator, dtype=torch.float64) for _ in range(3))
     t = torch.tensor([20, 300, 600, 900])

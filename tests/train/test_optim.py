@@ -6,6 +6,10 @@ import math
 
 import pytest
 import torch
+from transformers.optimization import (
+    get_cosine_with_hard_restarts_schedule_with_warmup,
+    get_polynomial_decay_schedule_with_warmup,
+)
 
 from darkroom.recipe.sections import OptimSettings
 from darkroom.train.optim import (
@@ -30,6 +34,35 @@ def test_rates_by_step() -> None:
         [1.0, 0.5 + 0.5 * math.cos(math.pi / 4), 0.5, 0.0]
     )
     assert lr_factor(99, 8, cosine) == 0.0  # a step beyond the end never rises again
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "theirs"),
+    [
+        ("cosine_with_restarts", {"num_cycles": 3}, {"num_cycles": 3}),
+        ("polynomial", {"power": 2.0, "final_lr_ratio": 0.1}, {"power": 2.0, "lr_end": 0.1}),
+    ],
+)
+def test_rates_are_transformers(name: str, settings: dict[str, float], theirs: dict[str, float]) -> None:
+    made = {
+        "cosine_with_restarts": get_cosine_with_hard_restarts_schedule_with_warmup,
+        "polynomial": get_polynomial_decay_schedule_with_warmup,
+    }[name]
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = made(sgd, num_warmup_steps=4, num_training_steps=40, **theirs)
+    expected = []
+    for _ in range(44):
+        expected.append(schedule.get_last_lr()[0])
+        sgd.step()
+        schedule.step()
+    decay = name.replace("_", "-")
+    ours = OptimSettings.model_validate({"warmup_steps": 4, "decay": decay, **settings})
+    found = [lr_factor(k, 40, ours) for k in range(44)]
+    assert found[4:] == pytest.approx(expected[4:], abs=1e-12)  # a warm-up's first step learns here
+    plain = OptimSettings(warmup_steps=4, decay="cosine")
+    assert [lr_factor(k, 40, plain) for k in range(44)] != pytest.approx(found, abs=0.05)
+    with pytest.raises(ValueError, match=rf"with decay cosine; it is of decay {decay}"):
+        OptimSettings.model_validate({"decay": "cosine", **settings})
 
 
 def test_biases_and_norms_are_not_decayed_and_parts_have_their_rates() -> None:

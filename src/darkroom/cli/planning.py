@@ -25,7 +25,7 @@ JOBS = ("generate", "serve", "prepare")
 class TargetOptions:
     """On what, how many, and what may be spent: `darkroom.plan.targets.Target`."""
 
-    gpu: Annotated[str, typer.Option(help="here, all, a card such as A100-80, or memory=12GB")] = "here"
+    gpu: Annotated[str, typer.Option(help="here, all, cards such as A100-80,H100, or memory=12GB")] = "here"
     count: Annotated[
         str, typer.Option(help="devices: 8, or 1..1024 for the curve; auto: the recipe's own number")
     ] = "auto"

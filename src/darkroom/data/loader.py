@@ -50,9 +50,20 @@ from darkroom.data.order import BatchRows, Ints, Order, OrderSettings, Purpose, 
 from darkroom.data.store import Store
 from darkroom.errors import InputError, LoaderError
 
-Draw = Literal["noise", "posterior", "u", "offset", "multires", "perturbation", "further"]
+Draw = Literal[
+    "noise",
+    "posterior",
+    "u",
+    "offset",
+    "offset_strength",
+    "multires",
+    "perturbation",
+    "perturbation_strength",
+    "further",
+]
 """noise float32 [B, C, h, w]; posterior likewise, for mean + std * posterior; u float64 [B] in [0, 1), for
 the timestep; offset float32 [B, C, 1, 1], for offset noise; multires, perturbation float32 [B, C, h, w];
+offset_strength, perturbation_strength float32 [B, 1, 1, 1] in [0, 1), a factor of these;
 further float32 [B, N, C, h, w], more noise."""
 
 
@@ -75,6 +86,8 @@ class ReadSettings(BaseModel):
     prompts_replace: bool = Field(False, description="and of those that have one")
     shuffle_tags: bool = Field(False, description="deal a caption's parts between commas anew each time")
     keep_tokens: int = Field(0, ge=0, description="parts at the start that stay there")
+    keep_tokens_separator: str = Field("", description="what ends the parts at the start that stay there")
+    secondary_separator: str = Field("", description="what joins some parts to one, and becomes a comma")
     tag_dropout: float = Field(0.0, ge=0, lt=1, description="share of a caption's parts that are left out")
     token_warmup: tuple[int, int] = Field(
         (0, 1), description="steps in which a caption grows to all of its parts, and with how many it begins"
@@ -341,32 +354,46 @@ class Assembler:
             captions = [old or read.prompts[i] for old, i in zip(kept, drawn, strict=True)]
         if read.around != ("", ""):
             captions = [read.around[0] + caption + read.around[1] for caption in captions]
+        if read.wildcards:
+            keys = self._keys(batch, Purpose.WILDCARDS)
+            captions = [draws.chosen_wildcards(one, key) for one, key in zip(captions, keys, strict=True)]
+        captions = self._change_tags(batch, captions)
+        if read.secondary_separator:
+            captions = [caption.replace(read.secondary_separator, ", ") for caption in captions]
+        batch.columns["caption"] = captions
+
+    def _keys(self, batch: Batch, purpose: Purpose) -> list[int]:
+        keys: list[int] = draws.mix(self._read.seed, int(purpose), batch.epochs_B, batch.positions_B).tolist()
+        return keys
+
+    def _change_tags(self, batch: Batch, captions: list[str]) -> list[str]:
+        """Captions with their tags warmed up, dealt and left out; what separators fix stays."""
+        read = self._read
+        parts = [draws.parts_of(caption, read.keep_tokens_separator) for caption in captions]
+        changing = [part.changing for part in parts]
+        keeps = [0 if part.parted else read.keep_tokens for part in parts]
         for purpose, used, change in (
-            (Purpose.WILDCARDS, read.wildcards, draws.chosen_wildcards),
             (Purpose.TAGS, bool(read.token_warmup[0]), partial(self._warmed_up, batch.k)),
-            (Purpose.TAGS, read.shuffle_tags, partial(draws.shuffled_tags, keep=read.keep_tokens)),
-            (
-                Purpose.TAG_DROPOUT,
-                bool(read.tag_dropout),
-                partial(draws.kept_tags, keep=read.keep_tokens, dropout=read.tag_dropout),
-            ),
+            (Purpose.TAGS, read.shuffle_tags, draws.shuffled_tags),
+            (Purpose.TAG_DROPOUT, bool(read.tag_dropout), partial(draws.kept_tags, dropout=read.tag_dropout)),
         ):
             if used:
-                keys = draws.mix(read.seed, int(purpose), batch.epochs_B, batch.positions_B).tolist()
-                captions = [change(caption, key) for caption, key in zip(captions, keys, strict=True)]
-        batch.columns["caption"] = captions
+                keys = self._keys(batch, purpose)
+                changing = [change(*one) for one in zip(changing, keys, keeps, strict=True)]
+        return [part.around(left) for part, left in zip(parts, changing, strict=True)]
 
     @property
     def _changes_captions(self) -> bool:
         read = self._read
         tags = read.shuffle_tags or read.tag_dropout or read.token_warmup[0] or read.wildcards
-        return bool(read.prompts or read.prompt_column or tags or read.around != ("", ""))
+        separated = read.keep_tokens_separator or read.secondary_separator
+        return bool(read.prompts or read.prompt_column or tags or separated or read.around != ("", ""))
 
-    def _warmed_up(self, k: int, caption: str, key: int) -> str:
+    def _warmed_up(self, k: int, caption: str, key: int, keep: int) -> str:
         """The first of a caption's tags, so many as are there yet at step k."""
         steps, least = self._read.token_warmup
         share = k / steps if k < steps else None
-        return draws.kept_tags(caption, key, self._read.keep_tokens, least=least, share=share)
+        return draws.kept_tags(caption, key, keep, least=least, share=share)
 
     def _drop_captions(self, batch: Batch) -> None:
         rate = self._read.caption_dropout
@@ -389,6 +416,8 @@ class Assembler:
                 drawn: Array = draws.uniform(*keys, Purpose.TIMESTEP)
             elif name == "offset":
                 drawn = draws.normal(*keys, (latent[0], 1, 1), Purpose.OFFSET_NOISE)
+            elif name in ("offset_strength", "perturbation_strength"):
+                drawn = draws.uniform(*keys, Purpose[name.upper()]).astype(np.float32)[:, None, None, None]
             elif name == "further":
                 drawn = draws.normal(*keys, (self._read.further, *latent), Purpose.FURTHER)
             elif name == "multires":

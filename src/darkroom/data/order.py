@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
-from typing import Protocol, TypeAlias, cast
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -483,6 +483,8 @@ class Purpose(IntEnum):
     WILDCARDS = 14
     FURTHER = 15
     COLOUR = 16
+    OFFSET_STRENGTH = 17
+    PERTURBATION_STRENGTH = 18
 
 
 def _mix_int(h: int, part: int) -> int:
@@ -624,6 +626,30 @@ def kept_tags(
         drawn = (mix(key, np.arange(len(others))) >> np.uint64(11)).astype(np.float64) * _UNIT
         others = [tag for tag, u in zip(others, drawn.tolist(), strict=True) if u >= dropout]
     return ", ".join([*fixed, *others])
+
+
+class CaptionParts(NamedTuple):
+    """A caption cut at its separators: what stays at the start and at the end, and what changes."""
+
+    first: str
+    changing: str
+    last: str
+    parted: bool
+
+    def around(self, changed: str) -> str:
+        """The caption with what changes changed."""
+        if not self.parted:
+            return changed
+        return ", ".join(part for part in (self.first, changed, self.last) if part)
+
+
+def parts_of(caption: str, separator: str) -> CaptionParts:
+    """A caption's parts by the first and second of a separator; where there is none all of it changes."""
+    if not separator or separator not in caption:
+        return CaptionParts("", caption, "", parted=False)
+    first, _, rest = caption.partition(separator)
+    changing, _, last = rest.partition(separator)
+    return CaptionParts(*(part.strip(" ,\n") for part in (first, changing, last)), parted=True)
 
 
 WILDCARD = re.compile(r"\{([^{}|]*(?:\|[^{}|]*)+)\}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -114,13 +114,34 @@ def find_card(name: str) -> Card | None:
         if text in names:
             return names[text]
     agree = [text for text, card in names.items() if text in wanted and _adds_nothing(wanted, text, card)]
-    return names[max(agree, key=len)] if agree else None
+    return names[max(agree, key=len)] if agree else _with_its_memory(wanted, names)
+
+
+UNIFIED = "unified"  # the link of a GPU that shares its machine's memory
+
+
+def _with_its_memory(wanted: str, names: dict[str, Card]) -> Card | None:
+    """A GPU that shares its machine's memory, in a machine with so much: 'Apple M2 16GB'."""
+    for text, card in names.items():
+        said = re.fullmatch(rf"{text}(?:gpu)?(\d+)gb", wanted)
+        if said and card.kind == "gpu" and card.link == UNIFIED:
+            memory = int(said[1])
+            if not 8 <= memory <= (card.memory_gb or 0):
+                return None
+            held = int(metal_share(memory) * memory * 2**30)
+            return replace(card, name=f"{card.name} {memory}GB", memory_gb=memory, memory_bytes=held)
+    return None
+
+
+def metal_share(memory_gb: float) -> float:
+    """The share of a machine's memory that Metal lets its GPU have."""
+    return 2 / 3 if memory_gb <= 36 else 3 / 4
 
 
 def _adds_nothing(wanted: str, text: str, card: Card) -> bool:
     """Whether the extra words of a longer name leave the known card's figures true."""
     before, _, after = wanted.partition(text)
-    if before not in MAKES or not _FORM.fullmatch(after):
+    if before not in MAKES or not _FORM.fullmatch(after) or (before and card.link == UNIFIED):
         return False
     memory = re.search(r"(\d+)gb", after)
     if memory and int(memory[1]) != card.memory_gb:
@@ -182,14 +203,21 @@ GUESSED = {
     "cache_mb": "the cache",
     "power_w": "the power",
     "memory_gb": "the memory",
+    "fp32_tflops": "the rates",
 }
 
 
 def unsourced(card: Card) -> Iterator[str]:
     """What of a GPU's figures no data sheet confirms: a plan says so."""
-    found = [GUESSED[name] for name in card.guessed]
+    shares = card.link == UNIFIED
+    found = [GUESSED[name] for name in card.guessed if not (shares and name == "total_gib")]
     if found and card.kind == "gpu":
-        yield f"no data sheet confirms {' or '.join(found)} of a {card.name}"
+        yield f"no data sheet confirms {' or '.join(found)} of the {card.name}"
+    if shares and card.kind == "gpu":
+        share = "two thirds" if metal_share(card.memory_gb or 0) < 0.7 else "three quarters"
+        own = card.name.endswith("GB")
+        other = "" if own else f", its largest configuration; say --gpu '{card.name} 16GB' for a smaller one"
+        yield f"{card.name}: {share} of {card.memory_gb:g} GB are the GPU's, as Metal has it{other}"
 
 
 def _memory_bytes(row: dict[str, str]) -> int | None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from darkroom.bill import format_number
 from darkroom.errors import InputError
-from darkroom.hardware.cards import cards
 from darkroom.plan.ask import USUAL_PRECISION, ask_recipe, going_round, plans
 from darkroom.plan.cost import over_limits
 from darkroom.plan.jobs import Plan, PrepareJob, Where, plan_preparing
@@ -18,7 +17,7 @@ from darkroom.plan.phases import without_limits
 from darkroom.plan.pictures import preparing_profile
 from darkroom.plan.roofline import Software
 from darkroom.plan.show import hours, price_lines, to_dict, usd
-from darkroom.plan.targets import PlanRequest, Target, here, place
+from darkroom.plan.targets import PlanRequest, Target, chosen_cards, here, place
 
 ENCODER_CARD = "A10G"  # what encodes next to the training machines, as the published online system had it
 
@@ -350,7 +349,9 @@ def _encoding(
     """Encoding so many pictures: on the training's `own` machines, or on others of their own price."""
     settings = asked.settings
     where: Where = (
-        here(target) if own and target.gpu == "here" else place(cards()[device], replace(target, count=count))
+        here(target)
+        if own and target.gpu == "here"
+        else place(chosen_cards(device)[0], replace(target, count=count))
     )
     profile = preparing_profile(
         settings["base"], settings["resolution"], settings["stores_text"], USUAL_PRECISION, settings["vae"]

@@ -30,7 +30,7 @@ NVIDIA = ("T4", "V100", "A", "L4", "RTX", "TITAN", "H", "GH", "B", "GB")  # how 
 class Target:
     """On what, how many, and what may be spent."""
 
-    gpu: str = "here"  # here, all, or a card's name
+    gpu: str = "here"  # here, all, memory=12GB, a card's name, or several with commas
     count: int = 1
     mode: str = "auto"  # the recipe's own, else ddp
     shard: str = "grads"  # of fsdp: the recipe's own
@@ -52,7 +52,7 @@ class Target:
     @property
     def several(self) -> bool:
         """Whether it names many cards, which are compared."""
-        return self.gpu == "all" or self.gpu.startswith("memory=")
+        return self.gpu == "all" or self.gpu.startswith("memory=") or "," in self.gpu
 
 
 SOFTWARE = {
@@ -179,15 +179,28 @@ def chosen_cards(name: str) -> list[Card]:
         return [card for card in cards().values() if card.kind == "gpu"]
     if name.startswith("memory="):
         return _cards_with(name)
+    names = [one for part in name.split(",") if (one := part.strip())]
+    if len(names) > 1:
+        return _cards_named(name, names)
     card = find_card(name)
     if card is None:
         near = nearest(name)
         mend = f"did you mean {', '.join(near)}?" if near else ""
+        counted = re.fullmatch(r"(\d+)\s*[x*]\s*(.+)", name.strip(), re.IGNORECASE)
+        if counted and find_card(counted[2]):
+            mend = f"say --gpu '{counted[2]}' --count {counted[1]}"
         if name.lower().startswith(OTHER_MAKES):
             mend = "darkroom does not run on it, so its rates there are not known"
-        allowed = "here, all, memory=12GB, or a card of hardware.csv"
+        allowed = "here, all, memory=12GB, or cards of hardware.csv, with commas between"
         raise InputError(f"--gpu {name}", allowed=allowed, mend=mend)
     return [card]
+
+
+def _cards_named(given: str, names: Sequence[str]) -> list[Card]:
+    """Several cards to compare, each once."""
+    if alone := next((one for one in names if one in ("here", "all")), None):
+        raise InputError(f"--gpu {given}", mend=f"'{alone}' stands by itself: leave it out of the list")
+    return list({card.name: card for one in names for card in chosen_cards(one)}.values())
 
 
 def _cards_with(name: str) -> list[Card]:

@@ -6,11 +6,12 @@ named and left out; what is known and cannot be had is refused.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -76,7 +77,9 @@ DECAYS = {
     "constant": "constant",
     "constant_with_warmup": "constant",
     "cosine": "cosine",
+    "cosine_with_restarts": "cosine-with-restarts",
     "linear": "linear",
+    "polynomial": "polynomial",
     "adafactor": "constant",
 }
 
@@ -97,6 +100,8 @@ TABLE: dict[str, KohyaOption] = {
     "unet_lr": KohyaOption("optim.unet_lr", _number),
     "stop_text_encoder_training": KohyaOption("optim.text_encoder_steps"),
     "lr_scheduler": KohyaOption("optim.decay", _choice("lr_scheduler", DECAYS)),
+    "lr_scheduler_num_cycles": KohyaOption("optim.num_cycles", int, "of cosine_with_restarts, else left out"),
+    "lr_scheduler_power": KohyaOption("optim.power", float, "of polynomial, else left out"),
     "optimizer_type": KohyaOption("optim.name", _choice("optimizer_type", OPTIMISERS)),
     "fused_backward_pass": KohyaOption("optim.fused_backward"),
     "max_grad_norm": KohyaOption("optim.clip_norm", lambda norm: norm or None, "0 is null"),
@@ -104,15 +109,25 @@ TABLE: dict[str, KohyaOption] = {
     "huber_c": KohyaOption("objective.loss.huber_c"),
     "huber_schedule": KohyaOption("objective.loss.huber_schedule"),
     "huber_scale": KohyaOption("objective.loss.huber_scale"),
-    "min_snr_gamma": KohyaOption("objective.min_snr_gamma"),
+    "min_snr_gamma": KohyaOption("objective.min_snr_gamma", lambda gamma: gamma or None, "0 is null"),
     "debiased_estimation_loss": KohyaOption("objective.debiased_estimation"),
+    "scale_v_pred_loss_like_noise_pred": KohyaOption("objective.scale_v_pred_loss_like_noise_pred"),
     "min_timestep": KohyaOption("objective.timesteps.min"),
     "max_timestep": KohyaOption("objective.timesteps.max"),
     "zero_terminal_snr": KohyaOption("objective.noise.zero_terminal_snr"),
     "noise_offset": KohyaOption("objective.noise.offset"),
+    "noise_offset_random_strength": KohyaOption(
+        "objective.noise.offset_random_strength", note="each picture has its own; there a batch"
+    ),
+    "adaptive_noise_scale": KohyaOption(
+        "objective.noise.adaptive_scale", lambda scale: scale or None, "0 is null"
+    ),
     "multires_noise_iterations": KohyaOption("objective.noise.multires_iterations"),
     "multires_noise_discount": KohyaOption("objective.noise.multires_discount"),
     "ip_noise_gamma": KohyaOption("objective.noise.perturbation"),
+    "ip_noise_gamma_random_strength": KohyaOption(
+        "objective.noise.perturbation_random_strength", note="likewise"
+    ),
     "alpha_mask": KohyaOption("data.mask", lambda on: "alpha" if on else None),
     "clip_skip": KohyaOption(
         "data.clip_skip",
@@ -123,6 +138,8 @@ TABLE: dict[str, KohyaOption] = {
     "weighted_captions": KohyaOption("data.weighted_captions"),
     "shuffle_caption": KohyaOption("data.shuffle_tags"),
     "keep_tokens": KohyaOption("data.keep_tokens"),
+    "keep_tokens_separator": KohyaOption("data.keep_tokens_separator"),
+    "secondary_separator": KohyaOption("data.secondary_separator"),
     "caption_dropout_rate": KohyaOption("data.caption_dropout"),
     "caption_tag_dropout_rate": KohyaOption("data.tag_dropout"),
     "token_warmup_step": KohyaOption("data.token_warmup_steps"),
@@ -142,6 +159,7 @@ TABLE: dict[str, KohyaOption] = {
     "network_dim": KohyaOption("adapter.rank"),
     "network_alpha": KohyaOption("adapter.alpha", lambda alpha: alpha or None, "0 is null"),
     "network_dropout": KohyaOption("adapter.dropout", note="of a layer's inputs; there of its ranks"),
+    "scale_weight_norms": KohyaOption("adapter.scale_weight_norms", lambda most: most or None, "0 is null"),
     "save_every_n_steps": KohyaOption("checkpoint.every"),
     "sample_every_n_steps": KohyaOption("sample.every"),
 }
@@ -176,6 +194,10 @@ SEVERAL: dict[str, str] = {
     "in_json": "data.sets[].captions, of the pictures in train_data_dir",
     "gradient_accumulation_steps": "train.global_batch",
     "max_train_epochs": "train.steps, by the pictures in the folders",
+    "save_every_n_epochs": "checkpoint.every, likewise",
+    "sample_every_n_epochs": "sample.every, likewise",
+    "caption_dropout_every_n_epochs": "data.caption_dropout: 1 of n captions, drawn one by one; there all of "
+    "an epoch",
     "lr_warmup_steps": "optim.warmup_steps; below 1 a share of the steps",
     "text_encoder_lr": "optim.text_encoder_lr; of a list the second is text_encoder_2_lr; 0: not trained",
     "learning_rate_te": "the same",
@@ -187,6 +209,7 @@ SEVERAL: dict[str, str] = {
     "network_module": "adapter.kind (networks.lora; lycoris.kohya with algo in network_args); none: finetune",
     "network_args": "see the next table",
     "network_train_unet_only": "adapter.text_encoder=false",
+    "network_train_text_encoder_only": "optim.layers: the U-Net's rate is 0",
     "resume": "refused, with the key that begins with the state's weights: its optimiser is pickled",
     "sample_prompts": "sample.prompts: a text file's lines with --n, --d, --s, --l; pictures are of one size",
 }
@@ -201,7 +224,6 @@ NEEDLESS = frozenset(
         "save_model_as",
         "save_precision",
         "save_last_n_steps",
-        "save_every_n_epochs",
         "save_state",
         "cache_latents",
         "cache_latents_to_disk",
@@ -276,6 +298,10 @@ class RecipeDraft:
             inner = inner.setdefault(parent, {})
         inner[last] = value
 
+    def add_rules(self, rules: Sequence[Mapping[str, Any]]) -> None:
+        """Put rates of layers before those that are there: the first that matches holds."""
+        self.put("optim.layers", [*rules, *self.content.get("optim", {}).get("layers", [])])
+
     def drop(self, key: str) -> None:
         """Take a key of a section out, if it is there."""
         section, _, name = key.partition(".")
@@ -304,10 +330,12 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
         _network(read, given)
     _text_rates(read, given, adapts=adapts)
     _clip_skip(read)
+    _noise(read)
     _sets(read, given, file.parent)
     if read.content.get("data", {}).get("augment", {}).get("hue"):
         read.put("data.augment.gamma", 0.05)
         read.put("data.augment.share", 0.33)
+    _caption_dropout(read, given)
     _length(read, given)
     _optimiser(read, given)
     if prompts := given.get("sample_prompts"):
@@ -376,7 +404,7 @@ def _text_rates(read: RecipeDraft, given: Mapping[str, Any], *, adapts: bool) ->
         elif rate is not None:
             frozen.append({"match": part, "lr_scale": 0.0})
     if frozen:
-        read.put("optim.layers", frozen)
+        read.add_rules(frozen)
 
 
 STATE_FILES = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl")
@@ -411,6 +439,26 @@ def _steps_of(folder: Path) -> int:
         return int(json.loads((folder / "train_state.json").read_text(encoding="utf-8"))["current_step"])
     named = re.search(r"(\d+)(?:-state)?$", folder.name)
     return int(named[1]) if named else 0
+
+
+def _noise(read: RecipeDraft) -> None:
+    """sd-scripts pass by how a noise varies that is not there."""
+    noise = read.content.get("objective", {}).get("noise", {})
+    for of, more in (
+        ("offset", ("offset_random_strength", "adaptive_scale")),
+        ("perturbation", ("perturbation_random_strength",)),
+        ("multires_iterations", ("multires_discount",)),
+    ):
+        if not noise.get(of):
+            for name in more:
+                noise.pop(name, None)
+
+
+def _caption_dropout(read: RecipeDraft, given: Mapping[str, Any]) -> None:
+    """Epochs without captions as so large a share of captions."""
+    if every := int(given.get("caption_dropout_every_n_epochs") or 0):
+        rate = float(read.content.get("data", {}).get("caption_dropout", 0.0))
+        read.put("data.caption_dropout", round(1 - (1 - rate) * (1 - 1 / every), 6))
 
 
 def _toml(file: Path) -> dict[str, Any]:
@@ -463,11 +511,83 @@ def _network(read: RecipeDraft, given: Mapping[str, Any]) -> None:
     read.put("adapter.text_encoder", trains_text)
     if kind == "lokr":
         _whole_matrices(read, given, arguments)
+    _blocks(read, given, arguments, kernels="conv_dim" in arguments)
     for name, value in arguments.items():
         if name in NETWORK:
             read.put(NETWORK[name].key, NETWORK[name].read(value))
         else:
             read.unknown.append(f"network_args {name}")
+
+
+HALF, SIDES = 12, {"down": 1, "up": 13}
+"""sd-scripts' blocks of SD 1.x and 2.x: 12 down (the first has no layers), one in the middle, 12 up."""
+
+
+def _blocks(read: RecipeDraft, given: Mapping[str, Any], arguments: dict[str, str], *, kernels: bool) -> None:
+    """Rates, ranks and alphas by block, as patterns of layers."""
+    down, mid, up = (
+        _numbers(arguments, f"{side}_lr_weight", count)
+        for side, count in (("down", 12), ("mid", 1), ("up", 12))
+    )
+    if down or mid or up:
+        weights = [*(down or [1.0] * HALF), *(mid or [1.0]), *(up or [1.0] * HALF)]
+        rules = [
+            {"match": f"unet.{layer}", "lr_scale": weights[index]}
+            for index, layer in _layers_of_blocks()
+            if weights[index] != 1
+        ]
+        read.add_rules(rules)
+    for name, key, kind in (("block_dims", "rank", int), ("block_alphas", "alpha", float)):
+        if numbers := _numbers(arguments, name, 2 * HALF + 1):
+            shown = [
+                (pattern, kind(numbers[index]))
+                for index, layer in _layers_of_blocks()
+                for pattern in _inner_patterns(layer, kernels=kernels)
+            ]
+            read.put(f"adapter.{key}_pattern", dict(shown))
+
+
+def _numbers(arguments: dict[str, str], name: str, count: int) -> list[float]:
+    """The numbers of an entry of network_args, which is taken out; none where it is not given."""
+    if (text := arguments.pop(name, None)) is None:
+        return []
+    try:
+        found = [float(one) for one in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) != count:
+        raise RecipeError(
+            f"network_args {name}",
+            f"'{text}'",
+            allowed=f"{count} numbers, of the blocks of SD 1.x or 2.x",
+            mend="say optim.layers or adapter.rank_pattern",
+        )
+    return found
+
+
+def _layers_of_blocks() -> Iterator[tuple[int, str]]:
+    """Each of sd-scripts' blocks by its number, with the names of what is in it."""
+    yield HALF, "mid_block"
+    for i, (side, first) in itertools.product(range(4), SIDES.items()):
+        block, steps = f"{side}_blocks.{i}", 2 if side == "down" else 3
+        for j in range(steps):
+            if (i < 3) if side == "down" else i:
+                yield first + 3 * i + j, f"{block}.attentions.{j}"
+            yield first + 3 * i + j, f"{block}.resnets.{j}"
+        if i < 3:
+            yield first + 3 * i + 2, f"{block}.{side}samplers.0"
+
+
+def _inner_patterns(layer: str, *, kernels: bool) -> Iterator[str]:
+    """What of a block's part has the rank of linear layers; kernels have conv_dim."""
+    if layer == "mid_block":
+        yield "unet.mid_block.attentions.*"
+        if kernels:
+            yield "unet.mid_block.resnets.*_*"
+    elif ".attentions." in layer:
+        yield f"unet.{layer}.*"
+    elif kernels and ".resnets." in layer:
+        yield f"unet.{layer}.*_*"  # time_emb_proj and conv_shortcut
 
 
 def _preset(
@@ -512,6 +632,8 @@ SHARED = frozenset(
     (
         "shuffle_caption",
         "keep_tokens",
+        "keep_tokens_separator",
+        "secondary_separator",
         "caption_dropout_rate",
         "caption_tag_dropout_rate",
         "token_warmup_min",
@@ -625,13 +747,19 @@ def _length(read: RecipeDraft, given: Mapping[str, Any]) -> None:
     batch = int(train.get("micro_batch", 1))
     whole = batch * int(given.get("gradient_accumulation_steps", 1))
     train |= {"micro_batch": batch, "global_batch": whole}
-    if epochs := given.get("max_train_epochs"):
-        pictures = read.epoch_pictures
-        if not pictures:
-            raise RecipeError(
-                "max_train_epochs", f"{epochs}, and no picture was found", mend="set train.steps"
-            )
-        train["steps"] = math.ceil(pictures / whole) * int(epochs)
+    mends = {
+        "max_train_epochs": "train.steps",
+        "save_every_n_epochs": "checkpoint.every",
+        "sample_every_n_epochs": "sample.every",
+    }
+    for name, key in mends.items():
+        if epochs := given.get(name):
+            if not read.epoch_pictures:
+                raise RecipeError(name, f"{epochs}, and no picture was found", mend=f"set {key}")
+            steps = math.ceil(read.epoch_pictures / whole) * int(epochs)
+            section, _, last = key.partition(".")
+            said = None if key == "train.steps" else read.content.get(section, {}).get(last)
+            read.put(key, steps if said is None else min(said, steps))
     train.setdefault("steps", 1600)
 
 
@@ -641,6 +769,12 @@ def _pictures_in(folder: str) -> int:
 
 
 def _optimiser(read: RecipeDraft, given: Mapping[str, Any]) -> None:
+    decay = read.content.get("optim", {}).get("decay")
+    for key, of in (("num_cycles", "cosine-with-restarts"), ("power", "polynomial")):
+        if decay != of:
+            read.drop(f"optim.{key}")
+    if given.get("network_train_text_encoder_only"):
+        read.add_rules([{"match": "unet", "lr_scale": 0}])
     warmup = given.get("lr_warmup_steps") or 0
     steps = read.content["train"]["steps"]
     if warmup:
@@ -723,5 +857,13 @@ def table() -> str:
     lines += [f"| `{name}` | `{one.key}` | {one.note} |" for name, one in NETWORK.items()]
     lines.append(f"| `algo` | `adapter.kind` | {', '.join(f'{a}: {k}' for a, k in ALGORITHMS.items())} |")
     lines.append(f"| `preset` | `adapter.targets` | {', '.join(PRESETS)}; of lycoris.kohya, which has full |")
+    lines.append(
+        "| `down_lr_weight`, `mid_lr_weight`, `up_lr_weight` | `optim.layers` | 12, 1 and 12 numbers, "
+        "of SD 1.x and 2.x |"
+    )
+    lines.append(
+        "| `block_dims`, `block_alphas` | `adapter.rank_pattern`, `adapter.alpha_pattern` | 25 numbers, "
+        "of linear layers |"
+    )
     lines.append("| `full_matrix` | `adapter.rank` | 4096 of lokr, as is any higher rank: whole matrices |")
     return "\n".join(lines)

@@ -173,6 +173,7 @@ def check_together(recipe: Recipe) -> None:
     _check_adapter(task, adapter, model, recipe.parallel)
     _check_start(task, adapter, data, recipe.parallel)
     _check_text_rates(task, adapter, model, optim)
+    _check_norms(adapter, optim)
     _check_subject(task, data)
     _check_prior(data)
     _check_word(task, model, data)
@@ -332,6 +333,16 @@ def _check_text_rates(
         )
 
 
+def _check_norms(adapter: AdapterSettings | None, optim: OptimSettings) -> None:
+    """Norms that are limited behind an optimiser that holds the weights a second time."""
+    if adapter is not None and adapter.scale_weight_norms is not None and optim.name == "schedule-free":
+        raise RecipeError(
+            "adapter.scale_weight_norms",
+            f"{adapter.scale_weight_norms:g} with optim.name=schedule-free, which keeps weights of its own",
+            mend="take another optim.name",
+        )
+
+
 def _check_subject(task: str, data: DataSettings) -> None:
     if task in SUBJECT_TASKS:
         if data.prompt is None:
@@ -376,8 +387,8 @@ def _check_preference(
         "data.buckets": data.buckets,
         "data.repeats": data.repeats != 1,
         "data.encode": data.encode == "online",
-        "objective.min_snr_gamma": objective.min_snr_gamma is not None,
-        "objective.debiased_estimation": objective.debiased_estimation,
+        **dict.fromkeys((f"objective.{name}" for name in objective.weighs), True),
+        "objective.scale_v_pred_loss_like_noise_pred": objective.scale_v_pred_loss_like_noise_pred,
         "objective.loss": objective.loss.type != "mse",
     }
     if given := next((key for key, is_so in refused.items() if is_so), None):
@@ -450,7 +461,7 @@ def _check_word(task: str, model: ModelSettings, data: DataSettings) -> None:
 
 CAPTIONS = (
     *("shuffle_tags", "tag_dropout", "token_warmup_steps", "wildcards", "caption_prefix", "caption_suffix"),
-    *("weighted_captions", "clip_skip"),
+    *("weighted_captions", "clip_skip", "keep_tokens_separator", "secondary_separator"),
 )
 """Settings of `data` with which a caption is not read as it stands in the store."""
 
@@ -612,8 +623,12 @@ def _check_distill(
     if task != "distill":
         return
     keys_given = {
-        "objective.min_snr_gamma": objective.min_snr_gamma,
+        **{f"objective.{name}": value for name, value in objective.weighs.items()},
+        "objective.scale_v_pred_loss_like_noise_pred": objective.scale_v_pred_loss_like_noise_pred,
+        "objective.loss.type": objective.loss.type if objective.loss.type != "mse" else None,
         "objective.noise.offset": objective.noise.offset,
+        "objective.noise.multires_iterations": objective.noise.multires_iterations,
+        "objective.noise.perturbation": objective.noise.perturbation,
         "objective.prediction": objective.prediction,
         "model.train_text_encoder": model.train_text_encoder,
         "model.fresh_unet": model.fresh_unet,

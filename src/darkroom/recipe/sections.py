@@ -165,6 +165,17 @@ class DataSettings(BaseModel):
         default=False, description="deal a caption's tags (between commas) anew each time"
     )
     keep_tokens: int = Field(default=0, ge=0, description="tags at the start that stay there")
+    keep_tokens_separator: str = Field(
+        default="",
+        max_length=64,
+        description="such as |||: the tags before it stay instead of keep_tokens, and those after a second "
+        "one at the end; it is taken out of captions",
+    )
+    secondary_separator: str = Field(
+        default="",
+        max_length=64,
+        description="such as ;;;: what it joins is one tag to the settings of tags; then it becomes a comma",
+    )
     mask: str | None = Field(
         default=None,
         description="column of masks, white where the loss counts; alpha: the pictures' own; null: the files "
@@ -233,6 +244,8 @@ class DataSettings(BaseModel):
             or self.wildcards
             or self.caption_prefix
             or self.caption_suffix
+            or self.keep_tokens_separator
+            or self.secondary_separator
         )
 
     @property
@@ -281,11 +294,15 @@ class OptimSettings(BaseModel):
         default=(), max_length=256, description="weights with rates of their own, or frozen for a time"
     )
     warmup_steps: int = Field(default=0, ge=0, description="steps in which the rate rises from 0 to lr")
-    decay: Literal["constant", "cosine", "linear"] = Field(
+    decay: Literal["constant", "cosine", "cosine-with-restarts", "linear", "polynomial"] = Field(
         default="constant", description="the rate after warm-up, until train.steps"
     )
+    num_cycles: int = Field(
+        default=1, ge=1, le=1000, description="of cosine-with-restarts: how often the rate falls from lr"
+    )
+    power: float = Field(default=1.0, gt=0, le=100, description="of polynomial: 1 is linear")
     final_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="the last step's rate as a share of lr (cosine and linear)"
+        default=0.0, ge=0, le=1, description="the last step's rate as a share of lr (not constant)"
     )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the mean of the gradients")
     beta2: float = Field(
@@ -312,6 +329,15 @@ class OptimSettings(BaseModel):
     clip_norm: float | None = Field(
         default=1.0, gt=0, description="largest norm of all gradients together; null: no clipping"
     )
+
+    @model_validator(mode="after")
+    def _possible(self) -> OptimSettings:
+        for name, of in (("num_cycles", "cosine-with-restarts"), ("power", "polynomial")):
+            if getattr(self, name) != 1 and self.decay != of:
+                raise ValueError(
+                    f"{name} {getattr(self, name):g} with decay {self.decay}; it is of decay {of}"
+                )
+        return self
 
     def part_lr(self, part: str) -> float:
         """The peak rate of a part of the model."""
@@ -393,6 +419,13 @@ class AdapterSettings(BaseModel):
     module_dropout: float = Field(
         default=0.0, ge=0, lt=1, description="share of layers whose addition a training step leaves out"
     )
+    scale_weight_norms: float | None = Field(
+        default=None,
+        gt=0,
+        le=1000,
+        description="max-norm regularisation, kohya's name: after each step the addition of a layer whose "
+        "norm is above this is made so much smaller; 1 is usual; null: none is",
+    )
     factor: int = Field(
         default=-1, ge=-1, le=4096, description="of lokr: size of the first factor; -1: as square as possible"
     )
@@ -440,7 +473,15 @@ class AdapterSettings(BaseModel):
             extra += [] if self.kind in ("loha", "lokr") else ["rank_dropout", "module_dropout"]
             if given := next((name for name in extra if getattr(self, name)), None):
                 raise ValueError(f"{given} with kind {self.kind}, which has none; use kind lora")
+        if self.scale_weight_norms is not None and (
+            other := "dora" if self.dora else f"kind {self.kind}" if self.kind != "lora" else ""
+        ):
+            raise ValueError(f"scale_weight_norms with {other}; it is of kind lora without dora")
         start = self.init_lora_weights
+        if self.scale_weight_norms is not None and self.changes_base:
+            raise ValueError(
+                f"scale_weight_norms with init_lora_weights {start}; use default, gaussian or eva"
+            )
         if start != "default" and (self.kind != "lora" or self.start is not None):
             other = "from" if self.kind == "lora" else f"kind {self.kind}"
             raise ValueError(f"init_lora_weights {start} with {other}; use default")
@@ -530,6 +571,16 @@ class NoiseSettings(BaseModel):
     offset: float = Field(
         default=0.0, ge=0, le=1, description="offset noise: strength of a shift common to a channel's pixels"
     )
+    offset_random_strength: bool = Field(
+        default=False, description="draw each picture's strength between 0 and offset"
+    )
+    adaptive_scale: float | None = Field(
+        default=None,
+        ge=-10,
+        le=10,
+        description="kohya's adaptive_noise_scale: so many times the size of a latent channel's mean is "
+        "added to offset, at least 0 in all; null: nothing",
+    )
     multires_iterations: int = Field(
         default=0,
         ge=0,
@@ -546,6 +597,21 @@ class NoiseSettings(BaseModel):
         description="input perturbation (Ning et al. 2023; kohya's ip_noise_gamma): further noise in the "
         "input that the target lacks; 0.1 is usual",
     )
+    perturbation_random_strength: bool = Field(
+        default=False, description="draw each picture's strength between 0 and perturbation"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> NoiseSettings:
+        needs = {
+            "offset_random_strength": (self.offset_random_strength, "offset"),
+            "adaptive_scale": (self.adaptive_scale is not None, "offset"),
+            "perturbation_random_strength": (self.perturbation_random_strength, "perturbation"),
+        }
+        for name, (given, of) in needs.items():
+            if given and not getattr(self, of):
+                raise ValueError(f"{name}, but {of} is 0; set noise.{of}")
+        return self
 
 
 class AutoencoderLossSettings(BaseModel):
@@ -678,9 +744,27 @@ class ObjectiveSettings(BaseModel):
         gt=0,
         description="min-SNR-gamma loss weights (Hang et al. 2023 use 5); null: equal weights",
     )
+    soft_min_snr_gamma: float | None = Field(
+        default=None,
+        gt=0,
+        description="the same without a corner (Crowson et al. 2024, k-diffusion): SNR gamma / (SNR + gamma) "
+        "on the picture's error; 4 is k-diffusion's, whose sigma_data is 1 / sqrt(gamma); null: none",
+    )
+    p2_gamma: float | None = Field(
+        default=None,
+        gt=0,
+        le=10,
+        description="P2 loss weights (Choi et al. 2022): 1 / (p2_k + SNR)^gamma on the noise's error; 0.5 "
+        "and 1 are usual; null: equal weights",
+    )
+    p2_k: float = Field(default=1.0, gt=0, le=1000, description="of p2_gamma: keeps weights finite at SNR 0")
     debiased_estimation: bool = Field(
         default=False,
         description="weigh the loss by 1 / sqrt(SNR), of v by 1 / (SNR + 1) (Yu et al. 2023)",
+    )
+    scale_v_pred_loss_like_noise_pred: bool = Field(
+        default=False,
+        description="of prediction v: times SNR / (SNR + 1), as if the noise's error were meant (kohya)",
     )
     unmasked_weight: float = Field(
         default=0.0, ge=0, le=1, description="weight of the loss where a picture's mask is black"
@@ -706,9 +790,20 @@ class ObjectiveSettings(BaseModel):
                 "prediction epsilon with noise.zero_terminal_snr: at the last timestep the input is pure "
                 "noise, so epsilon teaches nothing there; use prediction v or sample"
             )
-        if self.debiased_estimation and self.min_snr_gamma is not None:
-            raise ValueError("debiased_estimation with min_snr_gamma: both weigh timesteps; use one of them")
+        if len(weighs := self.weighs) > 1:
+            second, first = list(weighs)[:2]
+            raise ValueError(f"{first} with {second}: both weigh timesteps; use one of them")
+        if self.p2_k != 1 and self.p2_gamma is None:
+            raise ValueError("p2_k without p2_gamma, of which it is; set p2_gamma")
+        if self.scale_v_pred_loss_like_noise_pred and self.prediction not in (None, "v"):
+            raise ValueError(f"scale_v_pred_loss_like_noise_pred with prediction {self.prediction}; use v")
         return self
+
+    @property
+    def weighs(self) -> dict[str, float | bool]:
+        """What is given of the settings that weigh timesteps against each other, by name."""
+        names = ("min_snr_gamma", "soft_min_snr_gamma", "p2_gamma", "debiased_estimation")
+        return {name: value for name in names if (value := getattr(self, name))}
 
 
 class EvaluateSettings(BaseModel):

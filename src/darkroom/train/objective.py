@@ -78,8 +78,10 @@ def scheduler_config(
 
 def _flow_config(settings: ObjectiveSettings, base: Mapping[str, Any], latent_pixels: int) -> dict[str, Any]:
     """The scheduler configuration of rectified flow; the times of training stand in it too."""
-    weighs = {"min_snr_gamma": settings.min_snr_gamma, "debiased_estimation": settings.debiased_estimation}
-    if given := next((name for name, value in weighs.items() if value), None):
+    weighs = settings.weighs
+    if settings.scale_v_pred_loss_like_noise_pred:
+        weighs["scale_v_pred_loss_like_noise_pred"] = True
+    if given := next(iter(weighs), None):
         shown = json.dumps(weighs[given]).removesuffix(".0")
         raise RecipeError(
             f"objective.{given}",
@@ -164,21 +166,17 @@ class Objective:
     def from_config(
         cls,
         config: Mapping[str, Any],
-        min_snr_gamma: float | None = None,
+        settings: ObjectiveSettings | None = None,
         device: torch.device | str = "cpu",
-        *,
-        debiased: bool = False,
-        loss: LossSettings = _PLAIN,
-        times: TimestepSettings = _EVENLY,
     ) -> Objective:
         """The objective of a scheduler configuration (see `scheduler_config`)."""
+        asked = settings or ObjectiveSettings()
+        loss, times = asked.loss, asked.timesteps
         schedule = Schedule.from_config(config)
         prediction = _NAMES[schedule.prediction]
         alphas_cumprod = torch.from_numpy(schedule.alphas_cumprod)
         _check_range(times, len(alphas_cumprod))
-        weight = min_snr_weights(alphas_cumprod, prediction, min_snr_gamma)
-        if debiased:
-            weight = _debiased_weights(alphas_cumprod, prediction)
+        weight = timestep_weights(alphas_cumprod, prediction, asked)
         every_T = torch.arange(len(alphas_cumprod), dtype=torch.float64)
         c = _huber_thresholds(loss, every_T, len(alphas_cumprod), alphas_cumprod)
         tables = (alphas_cumprod.sqrt(), (1 - alphas_cumprod).sqrt(), weight, c)
@@ -298,14 +296,7 @@ def make_objective(
     asked = settings or ObjectiveSettings()
     if is_flow(config):
         return FlowObjective.from_config(config, loss=asked.loss, times=asked.timesteps)
-    return Objective.from_config(
-        config,
-        asked.min_snr_gamma,
-        device,
-        debiased=asked.debiased_estimation,
-        loss=asked.loss,
-        times=asked.timesteps,
-    )
+    return Objective.from_config(config, asked, device)
 
 
 def _check_range(times: TimestepSettings, total: int) -> None:
@@ -371,6 +362,50 @@ def _huber_thresholds(
     return (1 - c) / (1 + ((1 - at_B) / at_B).sqrt()).square() + c
 
 
+def timestep_weights(alphas_cumprod_T: Tensor, prediction: Prediction, settings: ObjectiveSettings) -> Tensor:
+    """Loss weights [T] as the settings say; RecipeError where they are of v alone."""
+    weight_T = min_snr_weights(alphas_cumprod_T, prediction, settings.min_snr_gamma)
+    if settings.soft_min_snr_gamma is not None:
+        weight_T = soft_min_snr_weights(alphas_cumprod_T, prediction, settings.soft_min_snr_gamma)
+    if settings.p2_gamma is not None:
+        weight_T = p2_weights(alphas_cumprod_T, prediction, settings.p2_gamma, settings.p2_k)
+    if settings.debiased_estimation:
+        weight_T = _debiased_weights(alphas_cumprod_T, prediction)
+    if not settings.scale_v_pred_loss_like_noise_pred:
+        return weight_T
+    if prediction != "v":
+        raise RecipeError(
+            "objective.scale_v_pred_loss_like_noise_pred",
+            f"true, but the model predicts {prediction}",
+            allowed="with objective.prediction=v",
+        )
+    snr_T = (alphas_cumprod_T / (1 - alphas_cumprod_T)).clamp(max=1000)  # as in sd-scripts
+    return weight_T * snr_T / (snr_T + 1)
+
+
+def soft_min_snr_weights(alphas_cumprod_T: Tensor, prediction: Prediction, gamma: float) -> Tensor:
+    """Loss weights [T] of soft min-SNR (Crowson et al. 2024): SNR gamma / (SNR + gamma) on the picture's
+    error, of epsilon divided by SNR, of v by SNR + 1.
+    """
+    snr_T = alphas_cumprod_T / (1 - alphas_cumprod_T)
+    of_noise_T = gamma / (snr_T + gamma)
+    return of_noise_T * snr_T / _picture_errors(snr_T, prediction) if prediction != "epsilon" else of_noise_T
+
+
+def p2_weights(alphas_cumprod_T: Tensor, prediction: Prediction, gamma: float, k: float) -> Tensor:
+    """Loss weights [T] of P2 (Choi et al. 2022): 1 / (k + SNR)^gamma on the noise's error, which is SNR times
+    the picture's, and SNR / (SNR + 1) times that of v.
+    """
+    snr_T = alphas_cumprod_T / (1 - alphas_cumprod_T)
+    of_noise_T = (k + snr_T) ** -gamma
+    return of_noise_T * snr_T / _picture_errors(snr_T, prediction) if prediction != "epsilon" else of_noise_T
+
+
+def _picture_errors(snr_T: Tensor, prediction: Prediction) -> Tensor:
+    """The square error of what is predicted, as a multiple of the picture's [T]."""
+    return {"epsilon": snr_T, "v": snr_T + 1, "sample": torch.ones_like(snr_T)}[prediction]
+
+
 def _debiased_weights(alphas_cumprod_T: Tensor, prediction: Prediction) -> Tensor:
     """Loss weights [T] of debiased estimation (Yu et al. 2023): 1 / sqrt(SNR), of v 1 / (SNR + 1).
 
@@ -397,9 +432,24 @@ def min_snr_weights(alphas_cumprod_T: Tensor, prediction: Prediction, gamma: flo
     return clipped / (snr + 1) if prediction == "v" else clipped
 
 
-def offset_noise(noise_BCHW: Tensor, shift_BC11: Tensor, strength: float) -> Tensor:
+def offset_noise(noise_BCHW: Tensor, shift_BC11: Tensor, strength: float | Tensor) -> Tensor:
     """Noise with a shift common to each channel's pixels, so that a picture's mean can be learned too."""
-    return noise_BCHW + strength * shift_BC11 if strength else noise_BCHW
+    if not isinstance(strength, Tensor) and not strength:
+        return noise_BCHW
+    return noise_BCHW + strength * shift_BC11
+
+
+def offset_strength(
+    latents_BCHW: Tensor, offset: float, share_B111: Tensor | None, adaptive: float | None
+) -> float | Tensor:
+    """Offset noise's strength: a share of `offset`, if drawn, and with `adaptive` more where a channel's mean
+    is far from 0 (kohya's adaptive_noise_scale), at least 0: [B, 1, 1, 1] or [B, C, 1, 1].
+    """
+    strength: float | Tensor = offset if share_B111 is None else offset * share_B111
+    if adaptive is None:
+        return strength
+    mean_BC11 = latents_BCHW.mean(dim=(2, 3), keepdim=True).abs()
+    return (strength + adaptive * mean_BC11).clamp(min=0)
 
 
 def multires_noise(noise_BCHW: Tensor, pyramid_BCHW: Tensor) -> Tensor:

@@ -28,7 +28,11 @@ def lr_factor(k: int, steps: int, settings: OptimSettings) -> float:
     if settings.decay == "constant":
         return 1.0
     done = min((k - settings.warmup_steps) / max(steps - settings.warmup_steps, 1), 1.0)
-    falling = 1 - done if settings.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    if settings.decay in ("linear", "polynomial"):
+        falling = (1 - done) ** settings.power
+    else:  # a cycle's end is the next one's start, but for the last
+        cycle = done * settings.num_cycles
+        falling = 0.5 * (1 + math.cos(math.pi * (cycle % 1.0 if done < 1 else 1.0)))
     return settings.final_lr_ratio + (1 - settings.final_lr_ratio) * falling
 
 

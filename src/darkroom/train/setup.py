@@ -98,6 +98,7 @@ from darkroom.train.tasks.lora import (
     EVA_BATCHES,
     add_adapters,
     find_eva_start,
+    limit_norms,
     parameter_table,
 )
 from darkroom.train.tasks.preference import Preference
@@ -423,6 +424,7 @@ def make_task(
     read = read.model_copy(update=_caption_changes(data, columns) | captions)
     objective = make_objective(model.scheduler, recipe.objective, device)
     modules = _trained(model, recipe.model, recipe.adapter, train.seed, device, run)
+    limit = None if recipe.adapter is None else partial(limit_norms, settings=recipe.adapter)
     if recipe.task == "distill":
         assert isinstance(objective, Objective)
         settings, adapts = recipe.objective.distill, recipe.adapts
@@ -431,7 +433,15 @@ def make_task(
                 model, objective, read, modules, settings, encode=encode, cache_text=True
             )
         return Distillation(
-            model, objective, read, modules, settings, adapts=adapts, encode=encode, cache_text=True
+            model,
+            objective,
+            read,
+            modules,
+            settings,
+            adapts=adapts,
+            encode=encode,
+            cache_text=True,
+            limit=limit,
         )
     made = partial(Preference, beta=recipe.objective.dpo.beta) if recipe.task == "dpo" else Diffusion
     return made(
@@ -448,6 +458,7 @@ def make_task(
         prior_weight=None if data.class_prompt is None else data.prior_weight,
         masks=masks,
         extras=extras,
+        limit=limit,
     )
 
 
@@ -457,6 +468,8 @@ def _caption_changes(data: DataSettings, columns: tuple[str, ...]) -> dict[str, 
         "caption_dropout": data.caption_dropout,
         "shuffle_tags": data.shuffle_tags,
         "keep_tokens": data.keep_tokens,
+        "keep_tokens_separator": data.keep_tokens_separator,
+        "secondary_separator": data.secondary_separator,
         "tag_dropout": data.tag_dropout,
         "token_warmup": (data.token_warmup_steps, data.token_warmup_min),
         "wildcards": data.wildcards,

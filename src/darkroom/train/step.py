@@ -84,6 +84,7 @@ class Step:
         self.task, self._train, self._optim = task, train, optim
         # Tasks whose steps are of several kinds are given which one it is.
         self._begin: Callable[[int], None] = getattr(task, "begin", lambda k: None)
+        self._limit: Callable[[Mapping[str, Tensor]], None] = getattr(task, "limit", lambda masters: None)
         self._rows_a_picture = rows_a_picture
         self.set_micro_batch(micro_batch)
         self._size = ranks.size
@@ -118,6 +119,7 @@ class Step:
         losses = self._fitting_gradients(inputs)
         norm = self._square_norm.sqrt() if self._optim.fused_backward else self._update()
         self.weights.clear_gradients()
+        self._limit(self.weights.masters)
         self.weights.publish()
         self.ema.update(k)
         return StepResult(losses, norm, self._optim.lr * factor)

@@ -30,6 +30,7 @@ from darkroom.train.objective import (
     Objective,
     multires_noise,
     offset_noise,
+    offset_strength,
     square_error,
 )
 from darkroom.train.tasks.repa import RoutingAndAlignment, draw_bits
@@ -141,6 +142,7 @@ class Diffusion:
         prior_weight: float | None = None,
         masks: Masks | None = None,
         extras: RoutingAndAlignment | None = None,
+        limit: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> None:
         """`modules` are the U-Net and the text encoders that gradients go through, by part.
 
@@ -149,13 +151,16 @@ class Diffusion:
         `cache_text` keeps the states of captions, encoded one by one. `reading` is how else than plainly.
         With `prior_weight` every other row is
         a picture of the class, whose loss has this weight. `extras` are what a transformer is trained with.
+        `limit` is done to the trained weights after each step.
         """
         assert model.unet is not None
         self._noise = noise or NoiseSettings()
         more: dict[Draw, float] = {
             "offset": self._noise.offset,
+            "offset_strength": self._noise.offset_random_strength,
             "multires": self._noise.multires_iterations,
             "perturbation": self._noise.perturbation,
+            "perturbation_strength": self._noise.perturbation_random_strength,
         }
         draws: tuple[Draw, ...] = ("noise", "posterior", "u", *(name for name, used in more.items() if used))
         multires = self._noise.multires_iterations, self._noise.multires_discount
@@ -163,6 +168,7 @@ class Diffusion:
         self.read = read.model_copy(update={"draws": draws, "multires": multires})
         self.modules: dict[str, nn.Module] = {**modules, **(extras.modules if extras else {})}
         self._extras = extras
+        self.limit = limit or (lambda masters: None)
         self.frozen: Sequence[nn.Module] = ()
         text = [name for name in modules if name != "unet"]
         self.rates: dict[str, float] = dict(rates or {})
@@ -200,7 +206,10 @@ class Diffusion:
         latents_BChw = sample_latents(moments_B2Chw, drawn["posterior"], self.model.latent_scaling)
         noise_BChw = drawn["noise"]
         if "offset" in drawn:
-            noise_BChw = offset_noise(noise_BChw, drawn["offset"], self._noise.offset)
+            strength_B111 = offset_strength(
+                latents_BChw, self._noise.offset, drawn.get("offset_strength"), self._noise.adaptive_scale
+            )
+            noise_BChw = offset_noise(noise_BChw, drawn["offset"], strength_B111)
         if "multires" in drawn:
             noise_BChw = multires_noise(noise_BChw, drawn["multires"])
         u_B = columns["u"]  # float64, which not every accelerator takes: it stays where it was drawn
@@ -212,7 +221,7 @@ class Diffusion:
         if self._extras is not None and self._extras.routes:
             inputs["draw_bits"] = to_device(draw_bits(u_B), device)
         if "perturbation" in drawn:
-            inputs["perturbation"] = drawn["perturbation"]
+            inputs["perturbation"] = drawn["perturbation"] * drawn.get("perturbation_strength", 1.0)
         inputs |= self._text(columns, device)
         if self.model.is_sdxl:
             target = (

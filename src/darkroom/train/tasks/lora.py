@@ -420,6 +420,24 @@ def _trained_layers(values: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[st
     yield from layers.items()
 
 
+@torch.no_grad()
+def limit_norms(masters: Mapping[str, Tensor], settings: AdapterSettings) -> None:
+    """Make both factors of a layer smaller alike where its addition's norm is above `scale_weight_norms`.
+
+    Nothing waits for the device: the norm is that of r x r matrices, |BA|^2 = sum(B'B * AA').
+    """
+    most = settings.scale_weight_norms
+    if most is None:
+        return
+    for path, factors in _trained_layers(masters):
+        down_rI, up_Or = factors["down"].flatten(1), factors["up"].flatten(1)
+        square = ((down_rI @ down_rI.T) * (up_Or.T @ up_Or)).sum().clamp(min=0)
+        norm = settings.scale_of(path) * square.sqrt()
+        ratio = (most / norm.clamp(min=most)).sqrt()
+        factors["down"].mul_(ratio)
+        factors["up"].mul_(ratio)
+
+
 def parameter_table(modules: Mapping[str, nn.Module]) -> tuple[int, int]:
     """Trainable parameters, and all of the parts' parameters together."""
     params = [param for module in modules.values() for param in module.parameters()]
