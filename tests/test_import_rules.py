@@ -466,7 +466,7 @@ RECIPE_IS_ONE_ARGUMENT = {
         "plan/training.py:profile_recipe",
         "plan/training.py:_without_store",
     ),
-    *("plan/ask.py:ask_recipe_object", "plan/ask.py:planner.ask", "plan/run_estimate.py:estimate_run"),
+    *("plan/ask.py:ask_recipe_object", "plan/ask.py:planner.ask", "plan/ask.py:estimate_run"),
     # the same run, measured
     *("measure/training.py:bench_train", "measure/profiling.py:profile_recipe"),
 }

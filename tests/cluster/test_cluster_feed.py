@@ -30,8 +30,7 @@ from darkroom.cluster.train import train as train_on_ray
 from darkroom.data.store import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError
 from darkroom.recipe import Recipe, make_recipe
-from darkroom.train.data.feed import make_order
-from darkroom.train.data.rows import select_rows
+from darkroom.train.data.feed import make_order, select_rows
 from darkroom.train.distributed.ranks import Ranks
 from darkroom.train.jobs import Pinned
 from darkroom.train.run import train

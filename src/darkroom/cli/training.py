@@ -128,11 +128,10 @@ def train(
                 "--plan with --from", mend="write the recipe first: darkroom recipe --from kohya"
             )
         return plan_here(recipe, overrides or [], as_json)
-    from darkroom.plan.run_estimate import estimate_run
+    from darkroom.plan.ask import estimate_run
     from darkroom.recipe.read import read_sweep
     from darkroom.train.checks import check_settings
-    from darkroom.train.distributed.launch import launch, num_processes, starts_processes
-    from darkroom.train.distributed.ranks import is_first
+    from darkroom.train.distributed.ranks import is_first, launch, num_processes, starts_processes
     from darkroom.train.run import sweep
     from darkroom.train.run import train as run
 

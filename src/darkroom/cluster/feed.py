@@ -147,7 +147,7 @@ def _spare_cpus(bounds: Bounds, nodes: list[dict[str, float]], reserved: float) 
 
 @dataclass(frozen=True)
 class OnlineFeed:
-    """A feed that workers can be handed; see `darkroom.train.data.online.OpenFeed`."""
+    """A feed that workers can be handed; see `darkroom.train.data.feed.OpenFeed`."""
 
     keeper: Any
     settings: OnlineSettings

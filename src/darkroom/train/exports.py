@@ -14,7 +14,7 @@ from darkroom import models
 from darkroom.data.store import Store
 from darkroom.errors import CheckpointError, InputError, StoreError
 from darkroom.models.model import Model
-from darkroom.train.data.rows import select_rows
+from darkroom.train.data.feed import select_rows
 from darkroom.train.distributed.weights import cast
 from darkroom.train.model import build_model, no_captions
 from darkroom.train.sharing import dataset_metadata, training_metadata

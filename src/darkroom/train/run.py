@@ -29,9 +29,8 @@ from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checkpoint.resume import check_changes, check_environment
 from darkroom.train.checkpoint.storage import CheckpointStorage, RemotePlace, newest, place_of, take_records
 from darkroom.train.checks import check_settings
-from darkroom.train.data.feed import Feed
+from darkroom.train.data.feed import Feed, OpenFeed
 from darkroom.train.data.local_dataset import class_note, forget, has_own_store, store_path
-from darkroom.train.data.online import OpenFeed
 from darkroom.train.data.precomputed import let_go, settled
 from darkroom.train.distributed.ranks import ALONE, RankLost, Ranks, joined, started_together
 from darkroom.train.evaluation import KIND as BEST

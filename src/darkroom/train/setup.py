@@ -53,12 +53,14 @@ from darkroom.train.data.feed import (
     LOSS_WEIGHT,
     PROMPT,
     Feed,
+    OpenFeed,
     bucket_step,
     make_feed,
     make_order,
     read_once,
     rows_an_epoch,
     rows_of_one_size,
+    select_rows,
 )
 from darkroom.train.data.local_dataset import (
     class_store_path,
@@ -67,14 +69,12 @@ from darkroom.train.data.local_dataset import (
     has_own_store,
     open_store,
 )
-from darkroom.train.data.online import OpenFeed
 from darkroom.train.data.precomputed import (
     prepare_own,
     stored_latents,
     stored_masks,
     stored_text,
 )
-from darkroom.train.data.rows import select_rows
 from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.jobs import Pinned, Say, TrainingSetup
 from darkroom.train.memory import (
