@@ -640,11 +640,10 @@ def stand_in_for_stores() -> None:
 def _planned(lab: Lab, name: str, content: dict[str, Any], rows: int) -> Measurement:
     stand_in_for_stores()
     from darkroom.plan.ask import ask_recipe_object, plans
-    from darkroom.plan.memory import reads_text
     from darkroom.plan.settings import encodes
     from darkroom.plan.targets import Target
     from darkroom.plan.tracing import outline
-    from darkroom.plan.training import _columns, _NoStore, _without_store
+    from darkroom.plan.training import _columns, _NoStore, _without_store, reads_text
     from darkroom.recipe import make_recipe
     from darkroom.train import model as build
     from darkroom.train import setup

@@ -116,10 +116,9 @@ def _training(content: dict[str, Any], rows: int) -> Callable[[], None]:
     import torch
 
     from darkroom import models
-    from darkroom.plan.memory import reads_text, resting
     from darkroom.plan.settings import encodes
     from darkroom.plan.tracing import outline
-    from darkroom.plan.training import _columns, _NoStore, _without_store
+    from darkroom.plan.training import _columns, _NoStore, _without_store, reads_text, resting
     from darkroom.recipe import make_recipe
     from darkroom.train import model as build
     from darkroom.train import setup as job

@@ -17,9 +17,8 @@ from darkroom.evaluate.extractors import Extractor
 from darkroom.evaluate.pictures import Preprocess
 from darkroom.evaluate.settings import SmallSettings
 from darkroom.evaluate.small import SmallExtractor
-from darkroom.plan.memory import reads_text
 from darkroom.plan.settings import encodes
-from darkroom.plan.training import _columns, _NoStore, _without_store
+from darkroom.plan.training import _columns, _NoStore, _without_store, reads_text
 from darkroom.recipe import Recipe, make_recipe
 from darkroom.recipe.sections import VAE_TASKS
 from darkroom.train import model as build

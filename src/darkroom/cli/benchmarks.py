@@ -170,7 +170,7 @@ def bench_import(
 
     Example: darkroom bench import --out results.csv
     """
-    from darkroom.measure.importing import bench_import as run
+    from darkroom.measure.loading import bench_import as run
 
     _measured(run(repeats=repeats), out, as_json)
 

@@ -13,7 +13,6 @@ from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware.cards import Card, storage_price, unsourced
 from darkroom.hardware.prices import Price
 from darkroom.options import parse_size
-from darkroom.plan import ask, targets
 from darkroom.plan.cost import listed, over_limits, storage
 from darkroom.plan.counts import Profile, cached, cached_profile
 from darkroom.plan.intervals import with_intervals
@@ -350,7 +349,7 @@ def planner(gpu: str, count: int) -> Callable[[Recipe], dict[str, Any]]:
     return ask
 
 
-# ---- The plan of a run on its own machine
+# ---- the plan of a run on its own machine
 
 
 def estimate_run(
@@ -364,9 +363,9 @@ def estimate_run(
 
     if recipe.train.device == "cpu":
         on = replace(on or machine(), devices=())
-    target = targets.Target(count=devices, machine=on)
+    target = Target(count=devices, machine=on)
     try:
-        plan = ask.plans(ask.ask_recipe_object(recipe, recipe.task, count=count), target)[0]
+        plan = plans(ask_recipe_object(recipe, recipe.task, count=count), target)[0]
     except DarkroomError:
         return None
     return {**to_dict(plan), "steps": recipe.train.steps, "line": line(plan)}

@@ -20,6 +20,11 @@ from darkroom.proof.published_pictures import (
     lambda_memory,
     tensorrt,
     torch2,
+    vertex_largest,
+    vertex_lora,
+    vertex_memory,
+    vertex_serving,
+    vertex_speed,
 )
 from darkroom.proof.published_training import (
     anyscale_costs,
@@ -29,13 +34,6 @@ from darkroom.proof.published_training import (
     mosaic_costs,
     mosaic_days,
     mosaic_rates,
-)
-from darkroom.proof.published_vertex import (
-    vertex_largest,
-    vertex_lora,
-    vertex_memory,
-    vertex_serving,
-    vertex_speed,
 )
 from darkroom.proof.rows import PublishedTable, PublishedValue
 

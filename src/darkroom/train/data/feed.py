@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,10 +26,6 @@ from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.model import size_unit
 from darkroom.train.tasks.diffusion import SIZES, Columns, Task
 from darkroom.train.tasks.preference import Preference
-
-if TYPE_CHECKING:
-    pass
-
 
 Feed = Callable[[int], AbstractContextManager[Iterator[Columns]]]
 """Opens the stream of global batches from step k on."""
@@ -273,7 +269,7 @@ def rows_an_epoch(data: DataSettings, store: Store, rows: Rows) -> int:
     return len(rows) * data.repeats
 
 
-# ---- The rows of a store that a recipe trains on
+# ---- the rows of a store that a recipe trains on
 
 
 def select_rows(store: Store, data: DataSettings) -> tuple[Rows, Rows]:
@@ -304,7 +300,7 @@ def _matching(store: Store, data: DataSettings) -> Rows:
     raise RecipeError("data.stores" if data.stores else "data.store", f"the store{of} is empty")
 
 
-# ---- Encoding by other machines while training runs
+# ---- encoding by other machines while training runs
 
 
 @runtime_checkable

@@ -311,7 +311,7 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
 
 
-# ---- Starting a job's processes on this machine, as `torchrun --standalone` does, and saying why they end
+# ---- starting a job's processes on this machine, as `torchrun --standalone` does
 
 SAVE_S = 300  # how long processes that are asked to stop may take to save
 
