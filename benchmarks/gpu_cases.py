@@ -643,7 +643,7 @@ def _planned(lab: Lab, name: str, content: dict[str, Any], rows: int) -> Measure
     from darkroom.plan.settings import encodes
     from darkroom.plan.targets import Target
     from darkroom.plan.tracing import outline
-    from darkroom.plan.training import _columns, _NoStore, _without_store, reads_text
+    from darkroom.plan.training import _columns, _NoStore, _without_files, reads_text
     from darkroom.recipe import make_recipe
     from darkroom.train import model as build
     from darkroom.train import setup
@@ -656,7 +656,8 @@ def _planned(lab: Lab, name: str, content: dict[str, Any], rows: int) -> Measure
     overrides = build.family_changes(recipe.task, recipe.model, side, None)
     model = models.create(recipe.model.base, parts=parts, overrides=overrides, device=lab.device)
     model.tokenizers = outline(recipe.task, recipe.model, recipe.objective, side).tokenizers
-    task: Any = setup.make_task(_without_store(recipe), model, _NoStore(), device)
+    changes = _without_files(data, recipe.train, recipe.model, recipe.adapter)
+    task: Any = setup.make_task(recipe.model_copy(update=changes), model, _NoStore(), device)
     task._encode = None
     step = setup.bare_step(
         task, train=recipe.train, optim=recipe.optim, micro_batch=rows, dtype=torch.bfloat16

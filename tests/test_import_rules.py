@@ -451,20 +451,18 @@ RECIPE_IS_ONE_ARGUMENT = {
     # the recipe itself: rules that hold across sections, and recipes made of a recipe
     *("recipe/rules.py:check_together", "recipe/phases.py:phase_recipes", "recipe/phases.py:sweep_recipe"),
     # a run: begun, gone on with, in phases, in a sweep, in the workers of a cluster
-    *("train/run.py:train", "train/run.py:_begin", "train/run.py:_go_on"),
-    *("train/run.py:_train_phases", "train/run.py:sweep", "cluster/train.py:train"),
+    *("train/run.py:train", "train/run.py:_Launch", "train/run.py:_train_phases", "train/run.py:sweep"),
+    "cluster/train.py:train",
     # what is put together of it
     *("train/checks.py:check_settings", "train/setup.py:make_job", "train/setup.py:make_task"),
     "train/jobs.py:TrainingSetup",
-    # what is made of it at the end, and what is told of it there
-    *("train/exports.py:write_results", "train/exports.py:write_whole_model"),
-    "train/exports.py:trained_adapter",
+    # what is made of it at the end
+    "train/exports.py:Exporter",
     # the same run, counted instead of made
     *(
         "plan/settings.py:settings_of",
         "plan/settings.py:as_counted",
         "plan/training.py:profile_recipe",
-        "plan/training.py:_without_store",
     ),
     *("plan/ask.py:ask_recipe_object", "plan/ask.py:planner.ask", "plan/ask.py:estimate_run"),
     # the same run, measured

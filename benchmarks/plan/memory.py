@@ -118,7 +118,7 @@ def _training(content: dict[str, Any], rows: int) -> Callable[[], None]:
     from darkroom import models
     from darkroom.plan.settings import encodes
     from darkroom.plan.tracing import outline
-    from darkroom.plan.training import _columns, _NoStore, _without_store, reads_text, resting
+    from darkroom.plan.training import _columns, _NoStore, _without_files, reads_text, resting
     from darkroom.recipe import make_recipe
     from darkroom.train import model as build
     from darkroom.train import setup as job
@@ -133,7 +133,8 @@ def _training(content: dict[str, Any], rows: int) -> Callable[[], None]:
         parts = ("unet", "vae", "text_encoder")
         model = models.create(recipe.model.base, parts=parts, overrides=overrides)
         model.tokenizers = layout.tokenizers
-        task = job.make_task(_without_store(recipe), model, _NoStore(), cpu)
+        changes = _without_files(data, recipe.train, recipe.model, recipe.adapter)
+        task = job.make_task(recipe.model_copy(update=changes), model, _NoStore(), cpu)
         text = reads_text(data, task)
         if not inline:
             task._encode = None

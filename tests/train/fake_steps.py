@@ -18,7 +18,7 @@ from darkroom.evaluate.pictures import Preprocess
 from darkroom.evaluate.settings import SmallSettings
 from darkroom.evaluate.small import SmallExtractor
 from darkroom.plan.settings import encodes
-from darkroom.plan.training import _columns, _NoStore, _without_store, reads_text
+from darkroom.plan.training import _columns, _NoStore, _without_files, reads_text
 from darkroom.recipe import Recipe, make_recipe
 from darkroom.recipe.sections import VAE_TASKS
 from darkroom.train import model as build
@@ -69,9 +69,8 @@ class Made:
         self.dtype = models.precision(str(recipe.train.precision))
         self.model = _new_model(recipe)
         setup._move(self.model, torch.device(CARD))
-        quiet = _without_store(recipe)
-        train_settings = quiet.train.model_copy(update={"align": recipe.train.align})
-        quiet = quiet.model_copy(update={"train": train_settings})
+        changes = _without_files(recipe.data, recipe.train, recipe.model, recipe.adapter)
+        quiet = recipe.model_copy(update={**changes, "train": recipe.train})
         self.task: Any = setup.make_task(quiet, self.model, _NoStore(), torch.device(CARD))
         if recipe.data.mask is not None:
             self.task._masks = Masks(recipe.data.mask, factor=self.model.vae_factor, floor=0.5)

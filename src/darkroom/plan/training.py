@@ -30,7 +30,7 @@ from darkroom.plan.tracing import (
     trace_training,
 )
 from darkroom.prepare.encoders import encode_moments
-from darkroom.recipe.sections import VAE_TASKS, AlignSettings
+from darkroom.recipe.sections import VAE_TASKS, AdapterSettings, AlignSettings
 from darkroom.sample.generate import pictures_a_call
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 from darkroom.train import setup as job
@@ -44,7 +44,9 @@ from darkroom.train.tasks.diffusion import ENCODED_PIXELS, SIZES, Diffusion, Tas
 from darkroom.train.tasks.dmd2 import DistributionMatching
 
 if TYPE_CHECKING:
-    from darkroom.recipe.sections import DataSettings, ModelSettings, Recipe
+    from pydantic import BaseModel
+
+    from darkroom.recipe.sections import DataSettings, ModelSettings, Recipe, TrainSettings
 
 
 CPU = torch.device("cpu")
@@ -73,7 +75,9 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
                 there = set(model.modules)  # they have drawn the pictures of the class
             moments += own_latents(counter, side, model, there, gpu=gpu)
         # The store is never looked into where everything is encoded inline.
-        task = job.make_task(_without_store(recipe), model, _NoStore(), CPU)  # type: ignore[arg-type]
+        changes = _without_files(data, recipe.train, recipe.model, recipe.adapter)
+        bare = recipe.model_copy(update=changes)
+        task = job.make_task(bare, model, _NoStore(), CPU)  # type: ignore[arg-type]
         if not inline and recipe.task not in VAE_TASKS and hasattr(task, "_encode"):
             task._encode = None
         if gpu and recipe.frozen_text:
@@ -151,21 +155,21 @@ class _NoStore:
         return {}
 
 
-def _without_store(recipe: Recipe) -> Recipe:
-    changes = {"encode": "inline", "text": "inline", "buckets": False, "mask": None}
-    train = recipe.train.model_copy(update={"align": AlignSettings()})  # its extractor is not opened
-    quiet = recipe.model_copy(update={"data": recipe.data.model_copy(update=changes), "train": train})
-    if recipe.adapter is not None:  # what it starts from is as large as what it is
-        quiet = quiet.model_copy(
-            update={
-                "adapter": recipe.adapter.model_copy(update={"start": None, "init_lora_weights": "default"})
-            }
-        )
-    word = recipe.model.word
-    if word is None:
-        return quiet
-    plain = word.model_copy(update={"initial": "a"})  # one token of any tokenizer, also of the stand-in
-    return quiet.model_copy(update={"model": recipe.model.model_copy(update={"word": plain})})
+def _without_files(
+    data: DataSettings, train: TrainSettings, model: ModelSettings, adapter: AdapterSettings | None
+) -> dict[str, BaseModel]:
+    """The sections that name a file or read the store, without that."""
+    inline = {"encode": "inline", "text": "inline", "buckets": False, "mask": None}
+    changes: dict[str, BaseModel] = {
+        "data": data.model_copy(update=inline),
+        "train": train.model_copy(update={"align": AlignSettings()}),  # its extractor is not opened
+    }
+    if adapter is not None:  # what it starts from is as large as what it is
+        changes["adapter"] = adapter.model_copy(update={"start": None, "init_lora_weights": "default"})
+    if model.word is not None:  # one token of any tokenizer, also of the stand-in
+        plain = model.word.model_copy(update={"initial": "a"})
+        changes["model"] = model.model_copy(update={"word": plain})
+    return changes
 
 
 def _facts(
@@ -254,7 +258,6 @@ def adapter_facts(base: str, rank: int, targets: str = "qv") -> dict[str, int]:
 
 def _adapter_facts(base: str, rank: int, targets: str) -> dict[str, int]:
     from darkroom.models.outline import outlined
-    from darkroom.recipe.sections import AdapterSettings
     from darkroom.train.tasks.lora import add_adapters, parameter_table
 
     model = outlined(base, ("unet",))

@@ -417,7 +417,7 @@ def ema_decay(n: int, settings: EmaSettings) -> float:
     return decay**settings.every
 
 
-# ---- Lion and CAME, which PyTorch lacks, in their papers' formulas; no step reads nothing back from the device
+# ---- Lion and CAME, which PyTorch lacks, in their papers' formulas; no step reads anything back
 
 Groups = list[dict[str, Any]]
 SQUARE_EPS, INSTABILITY_EPS = 1e-30, 1e-16  # the paper's

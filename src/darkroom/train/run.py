@@ -34,12 +34,7 @@ from darkroom.train.data.local_dataset import class_note, forget, has_own_store,
 from darkroom.train.data.precomputed import let_go, settled
 from darkroom.train.distributed.ranks import ALONE, RankLost, Ranks, joined, started_together
 from darkroom.train.evaluation import KIND as BEST
-from darkroom.train.exports import (
-    described_base,
-    trained_adapter,
-    write_adapter_file,
-    write_whole_model,
-)
+from darkroom.train.exports import Exporter, described_base, write_adapter_file
 from darkroom.train.jobs import Pinned, Say, TrainingSetup
 from darkroom.train.memory import NotOneFits
 from darkroom.train.model import keep_tokenizer
@@ -82,10 +77,11 @@ def train(
             again = partial(train, feed=feed, estimate=estimate, console=console)
             return _train_phases(phase_recipes(recipe, Path(out)), recipe.budget, again, say)
         place = _place(ranks, Path(out), resume, recipe.checkpoint, say)
+        launch = _Launch(recipe, feed, say, ranks)
         if place.run is None:
-            return _begin(recipe, place, feed, estimate, say, ranks)
+            return launch.begin(place, estimate)
         with _held(place.run, ranks):
-            return _go_on(recipe, place.run, feed, say, ranks)
+            return launch.resume(place.run)
 
 
 def _nothing(line: str) -> None:
@@ -145,44 +141,98 @@ def _fetch_run(url: str | None, out: Path, say: Say) -> bool:
     return True
 
 
-def _begin(
-    recipe: Recipe,
-    place: _Place,
-    feed: Feed | OpenFeed | None,
-    estimate: Estimate | None,
-    say: Say,
-    ranks: Ranks,
-) -> TrainResult:
-    before = hardware.resident_bytes()
-    if not ranks.tell(lambda: is_free(place.path)):
-        raise InputError(f"'{place.path}' holds something that is no run", mend="choose another --out")
-    if place.start is not None and place.start.step >= recipe.train.steps:
-        raise RecipeError("train.steps", f"{recipe.train.steps}, but {place.start.step} steps are made")
-    if ranks.tell(lambda: bool(place_of(recipe.checkpoint.url, place.path).kept())):
-        raise RecipeError(
-            "checkpoint.url",
-            f"'{recipe.checkpoint.url}' holds another run's checkpoints",
-            mend="choose another prefix, or go on with that run: --resume auto and a new --out",
-        )
-    for note in recipe.derived:
-        say(note)
-    version = ranks.tell(lambda: settled(recipe.data, place.path, None, say))
-    with _undone(recipe.data, place.path, ranks):
-        job = make_job(recipe, Pinned(place.path, version), feed, say, ranks)
-    if ranks.first:
-        Run.create(place.path, recipe.dump(), _environment(job) | {"resident_bytes": before})
-    run = Run(place.path)
-    with _held(run, ranks):
+@dataclass(frozen=True)
+class _Launch:
+    """A recipe that these processes train, each in a call of its own."""
+
+    recipe: Recipe
+    feed: Feed | OpenFeed | None
+    say: Say
+    ranks: Ranks
+
+    def begin(self, place: _Place, estimate: Estimate | None) -> TrainResult:
+        """Make a new run, and train it."""
+        recipe, say, ranks = self.recipe, self.say, self.ranks
+        before = hardware.resident_bytes()
+        if not ranks.tell(lambda: is_free(place.path)):
+            raise InputError(f"'{place.path}' holds something that is no run", mend="choose another --out")
+        if place.start is not None and place.start.step >= recipe.train.steps:
+            raise RecipeError("train.steps", f"{recipe.train.steps}, but {place.start.step} steps are made")
+        if ranks.tell(lambda: bool(place_of(recipe.checkpoint.url, place.path).kept())):
+            raise RecipeError(
+                "checkpoint.url",
+                f"'{recipe.checkpoint.url}' holds another run's checkpoints",
+                mend="choose another prefix, or go on with that run: --resume auto and a new --out",
+            )
+        for note in recipe.derived:
+            say(note)
+        version = ranks.tell(lambda: settled(recipe.data, place.path, None, say))
+        with _undone(recipe.data, place.path, ranks):
+            job = make_job(recipe, Pinned(place.path, version), self.feed, say, ranks)
         if ranks.first:
-            planned = None if estimate is None else estimate(recipe, job.num_devices)
-            _keep_plan(run, planned, say)
+            Run.create(place.path, recipe.dump(), _environment(job) | {"resident_bytes": before})
+        run = Run(place.path)
+        with _held(run, ranks):
+            if ranks.first:
+                planned = None if estimate is None else estimate(recipe, job.num_devices)
+                _keep_plan(run, planned, say)
+                keep_tokenizer(recipe.model, job.task.model, run.path)
+                note_start(run.path, job.step.weights.masters, recipe.adapter)
+            trainer = _trainer(job, run, say, first_step=0)
+            if place.start is not None:
+                trainer.restore(place.start)
+                trainer.save()  # from now on the run stands on its own
+                say(f"starting from {place.start.path} (step {place.start.step})")
+            return trainer.train()
+
+    def resume(self, run: Run) -> TrainResult:
+        """Train a run on from its newest checkpoint, after checking that it is the same job."""
+        recipe, say, ranks = self.recipe, self.say, self.ranks
+        before = recipe_of(ranks.tell(lambda: run.recipe), run.path)
+        place, checkpoint = newest(_places(run, recipe.checkpoint, before.checkpoint), say, ranks)
+        step = checkpoint.step if checkpoint else 0
+        notes = check_changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"), step)
+        if ranks.tell(lambda: bool(run.outputs and (step == recipe.train.steps or run.ended_early))):
+            made = f"it ended early, after step {step}" if run.ended_early else f"all {step} steps are made"
+            say(f"'{run.path}' is finished: {made}")
+            return result_of(run)
+        store = ranks.tell(lambda: run.environment.get("store", {}))
+        ranks.in_turn(run.tidy)
+        micro = checkpoint.scalars["micro_batch"] if checkpoint else None
+        here = not has_own_store(recipe.data) or Path(store_path(recipe.data, run.path)).exists()
+        known = store.get("version") if here else None
+        anew = checkpoint is None or isinstance(place, RemotePlace)
+        version = ranks.tell(lambda: settled(recipe.data, run.path, known, say) if anew else known)
+        pinned = Pinned(
+            run.path,
+            version,
+            store.get("rows"),
+            micro,
+            contents=store.get("contents"),
+            base=ranks.tell(lambda: run.environment.get("fingerprints")),
+            chosen=store.get("chosen"),
+        )
+        job = make_job(recipe, pinned, self.feed, say, ranks)
+        if checkpoint:
+            notes += check_environment(checkpoint.scalars["environment"], job.environment)
+
+        def prepare_run() -> None:
+            """Cut metrics off after the checkpoint, and note this session."""
+            run.truncate(step if checkpoint else -1)
+            run.set_recipe(recipe.dump())
+            run.add_session(_environment(job))
             keep_tokenizer(recipe.model, job.task.model, run.path)
             note_start(run.path, job.step.weights.masters, recipe.adapter)
-        trainer = _trainer(job, run, say, first_step=0)
-        if place.start is not None:
-            trainer.restore(place.start)
-            trainer.save()  # from now on the run stands on its own
-            say(f"starting from {place.start.path} (step {place.start.step})")
+
+        ranks.in_turn(prepare_run)
+        trainer = _trainer(job, run, say, first_step=step)
+        say(f"going on after step {step} of {recipe.train.steps}")
+        for note in notes:
+            say(f"note: {note}")
+        if checkpoint and place:
+            trainer.restore(checkpoint)
+            ranks.meet()
+            place.forget()
         return trainer.train()
 
 
@@ -209,55 +259,6 @@ def _places(run: Run, *settings: CheckpointSettings) -> list[CheckpointStorage]:
     """Where a run's checkpoints may be, now and before: the first is where they are now."""
     urls = dict.fromkeys([*(one.url for one in settings), None])
     return [place_of(url, run.path) for url in urls]
-
-
-def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ranks: Ranks) -> TrainResult:
-    before = recipe_of(ranks.tell(lambda: run.recipe), run.path)
-    place, checkpoint = newest(_places(run, recipe.checkpoint, before.checkpoint), say, ranks)
-    step = checkpoint.step if checkpoint else 0
-    notes = check_changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"), step)
-    if ranks.tell(lambda: bool(run.outputs and (step == recipe.train.steps or run.ended_early))):
-        made = f"it ended early, after step {step}" if run.ended_early else f"all {step} steps are made"
-        say(f"'{run.path}' is finished: {made}")
-        return result_of(run)
-    store = ranks.tell(lambda: run.environment.get("store", {}))
-    ranks.in_turn(run.tidy)
-    micro = checkpoint.scalars["micro_batch"] if checkpoint else None
-    here = not has_own_store(recipe.data) or Path(store_path(recipe.data, run.path)).exists()
-    known = store.get("version") if here else None
-    anew = checkpoint is None or isinstance(place, RemotePlace)
-    version = ranks.tell(lambda: settled(recipe.data, run.path, known, say) if anew else known)
-    pinned = Pinned(
-        run.path,
-        version,
-        store.get("rows"),
-        micro,
-        contents=store.get("contents"),
-        base=ranks.tell(lambda: run.environment.get("fingerprints")),
-        chosen=store.get("chosen"),
-    )
-    job = make_job(recipe, pinned, feed, say, ranks)
-    if checkpoint:
-        notes += check_environment(checkpoint.scalars["environment"], job.environment)
-
-    def prepare_run() -> None:
-        """Cut metrics off after the checkpoint, and note this session."""
-        run.truncate(step if checkpoint else -1)
-        run.set_recipe(recipe.dump())
-        run.add_session(_environment(job))
-        keep_tokenizer(recipe.model, job.task.model, run.path)
-        note_start(run.path, job.step.weights.masters, recipe.adapter)
-
-    ranks.in_turn(prepare_run)
-    trainer = _trainer(job, run, say, first_step=step)
-    say(f"going on after step {step} of {recipe.train.steps}")
-    for note in notes:
-        say(f"note: {note}")
-    if checkpoint and place:
-        trainer.restore(checkpoint)
-        ranks.meet()
-        place.forget()
-    return trainer.train()
 
 
 def _environment(job: TrainingSetup) -> dict[str, Any]:
@@ -299,12 +300,13 @@ def export(
     state = _state(source, _places(source, recipe.checkpoint), checkpoint, say)
     best = recipe.evaluate.patience is not None and checkpoint is None and ema
     values, measured = _exported(state, best=best, ema=ema, say=say)
+    exporter = Exporter(recipe, source.path)
     if as_file:
-        made = trained_adapter(recipe, values, target.stem, source.path)
+        made = exporter.adapter(values, target.stem)
         family = recipe.model.base if recipe.model.base in models.FAMILIES else None
         base = source.environment.get("base") or {"family": family}
         return write_adapter_file(made, target, base=base, kohya=kohya)
-    write_whole_model(recipe, values, measured, source.path, target)
+    exporter.write_whole_model(values, measured, target)
     (target / "README.md").write_text(model_card(target.name, recipe.task, recipe.data), encoding="utf-8")
     return target
 

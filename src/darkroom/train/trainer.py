@@ -25,7 +25,7 @@ from darkroom.train.distributed.ranks import ALONE, Agreement, HangWatchdog, Ran
 from darkroom.train.distributed.weights import held_rows
 from darkroom.train.evaluation import KIND as BEST
 from darkroom.train.evaluation import Best, Looking
-from darkroom.train.exports import write_results, write_whole_model
+from darkroom.train.exports import Exporter
 from darkroom.train.jobs import Say, TrainingSetup
 from darkroom.train.optim import optimiser_numbers, optimiser_tensors, restore_optimiser
 from darkroom.train.speed import COUNT_AFTER_S, flops_per_image, projected, utilisation
@@ -413,15 +413,16 @@ class Trainer:
         return result_of(self.run)
 
     def _write_results(self, best: Best | None, measured: Mapping[str, float]) -> None:
+        exporter = Exporter(self.recipe, self.run.path)
         if not self.ranks.sharded:
             values = self.step.averaged() if best is None else best.values
-            write_results(self.recipe, self.task.model, values, measured, self.run.path)
+            exporter.write_results(self.task.model, values, measured)
             return
         # No rank holds the whole model: the last checkpoint does.
         place = self.saver.place
         tensors = place.load(place.kept()[-1]).tensors
         values = tensors[BEST] if best is not None else tensors.get("ema") or tensors["weights"]
-        write_whole_model(self.recipe, values, measured, self.run.path, self.run.model)
+        exporter.write_whole_model(values, measured, self.run.model)
 
     def _save_bill(self) -> None:
         if not self.ranks.first:
