@@ -448,8 +448,7 @@ def test_a_function_that_only_its_own_file_calls_is_private(tmp_path):
 
 
 RECIPE_IS_ONE_ARGUMENT = {
-    # the recipe itself: rules that hold across sections, and recipes made of a recipe
-    *("recipe/rules.py:check_together", "recipe/phases.py:phase_recipes", "recipe/phases.py:sweep_recipe"),
+    "recipe/rules.py:check_together",  # rules that hold across sections
     # a run: begun, gone on with, in phases, in a sweep, in the workers of a cluster
     *("train/run.py:train", "train/run.py:_Launch", "train/run.py:_train_phases", "train/run.py:sweep"),
     "cluster/train.py:train",

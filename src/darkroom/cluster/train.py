@@ -36,7 +36,6 @@ from darkroom.cluster.seen import stores_here
 from darkroom.cluster.worker import LOST, TICK_S, work
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped
 from darkroom.hardware.system import on_stop_signal
-from darkroom.recipe.phases import phase_recipes
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import DataSettings, ParallelSettings, Recipe, TrainSettings
@@ -104,7 +103,7 @@ def train(
         if waits := cluster.waits_for(placement.accelerator):
             console(waits)
         capacity = capacity_of(cluster, placement.accelerator)
-        phases = [one.train for _, one in phase_recipes(recipe, Path())] or [recipe.train]
+        phases = [one.train for _, one in recipe.in_phases(Path())] or [recipe.train]
         counts = _workers(phases, recipe.parallel, placement, capacity)
         target = _target(Path(out).absolute(), resume, in_phases=bool(recipe.phases))
         try:

@@ -138,13 +138,12 @@ def read_phase(path: Path, overrides: Sequence[str], phase: int | None) -> tuple
     """A recipe, or one of its phases with the recipe's own model: its weights do not matter here; with notes
     on what stands in for parts that are not there yet.
     """
-    from darkroom.recipe.phases import phase_recipes
     from darkroom.recipe.read import read_recipe
 
     recipe = read_recipe(path, overrides)
     model, notes = _stood_in(recipe.model, path.parent)
     if phase is not None:
-        _, recipe = list(phase_recipes(recipe, Path()))[phase]
+        _, recipe = list(recipe.in_phases(Path()))[phase]
     return recipe.model_copy(update={"model": model}), notes
 
 

@@ -11,9 +11,9 @@ from darkroom.recipe.sections import (
     VAE_TASKS,
     AlignSettings,
     ParallelSettings,
+    PreferenceSettings,
     RoutingSettings,
 )
-from darkroom.recipe.tuning import PreferenceSettings
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import (

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from darkroom.bill import Meter, format_seconds
 from darkroom.hardware.system import atomic_replace, remove_file
-from darkroom.recipe.sections import SampleSettings
-from darkroom.recipe.tuning import SamplePrompt
+from darkroom.recipe.sections import SamplePrompt, SampleSettings
 from darkroom.run import PROMPTS, Run, write_whole
 from darkroom.train.checkpoint.format import Checkpoint
 from darkroom.train.distributed.ranks import HangWatchdog

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from darkroom.errors import RecipeError
 from darkroom.models.model import is_flow
-from darkroom.recipe.sections import FlowSettings, ObjectiveSettings
-from darkroom.recipe.tuning import LossSettings, TimestepSettings
+from darkroom.recipe.sections import FlowSettings, LossSettings, ObjectiveSettings, TimestepSettings
 from darkroom.sample.choice import SD_SCHEDULE
 from darkroom.sample.schedule import Schedule
 from darkroom.sample.solvers import Flow

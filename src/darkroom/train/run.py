@@ -20,7 +20,6 @@ from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
 from darkroom.recipe.kohya import refuse_foreign_state
-from darkroom.recipe.phases import phase_recipes, sweep_recipe
 from darkroom.recipe.read import recipe_of
 from darkroom.recipe.rules import SUBJECT_TASKS
 from darkroom.recipe.sections import BudgetSettings, CheckpointSettings, DataSettings, Recipe
@@ -75,7 +74,7 @@ def train(
             if resume != "auto":
                 raise InputError(f"--resume {resume} with phases", allowed="auto")
             again = partial(train, feed=feed, estimate=estimate, console=console)
-            return _train_phases(phase_recipes(recipe, Path(out)), recipe.budget, again, say)
+            return _train_phases(recipe.in_phases(Path(out)), recipe.budget, again, say)
         place = _place(ranks, Path(out), resume, recipe.checkpoint, say)
         launch = _Launch(recipe, feed, say, ranks)
         if place.run is None:
@@ -446,7 +445,7 @@ def sweep(
         console(f"{folder.name}, {len(tried) + 1} of {len(recipes)}: {changes}")
         others = [one for one in folders if one != folder]
         shared = _class_folder(recipe.task, recipe.data, recipe.model.base, out)
-        one = sweep_recipe(recipe, folder.name, _left(recipe.budget, others), shared)
+        one = recipe.in_sweep(folder.name, _left(recipe.budget, others), shared)
         made, failure = attempted(
             partial(train, one, out=folder, resume=resume, estimate=estimate, console=console)
         )

@@ -33,9 +33,9 @@ from darkroom.recipe.sections import (
     ModelSettings,
     OptimSettings,
     ParallelSettings,
+    SamplePrompt,
     TrainSettings,
 )
-from darkroom.recipe.tuning import SamplePrompt
 from darkroom.train.base_precision import pack_layers
 from darkroom.train.checkpoint.resume import exactness
 from darkroom.train.checks import check_settings

@@ -28,8 +28,7 @@ from darkroom.train.data.masks import COLUMN, alpha_of
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
-    from darkroom.recipe.sections import DataSettings
-    from darkroom.recipe.tuning import DataSet
+    from darkroom.recipe.sections import DataSet, DataSettings
 
 
 Say = Callable[[str], None]
