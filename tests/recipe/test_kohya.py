@@ -15,7 +15,7 @@ from darkroom import models
 from darkroom.cli import app
 from darkroom.errors import RecipeError
 from darkroom.recipe import Recipe, make_recipe
-from darkroom.recipe.kohya import (
+from darkroom.recipe.kohya_options import (
     ATTENTIONS,
     BLOCKS,
     ENDS,

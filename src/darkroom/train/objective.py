@@ -402,7 +402,7 @@ def offset_noise(noise_BCHW: Tensor, shift_BC11: Tensor, strength: float) -> Ten
 
 
 def multires_noise(noise_BCHW: Tensor, pyramid_BCHW: Tensor) -> Tensor:
-    """Noise with coarser noises added (`data.order.pyramid`), each row scaled back to unit deviation."""
+    """Noise with coarser noises added (`data.draws.pyramid`), each row scaled back to unit deviation."""
     noise_BCHW = noise_BCHW + pyramid_BCHW
     return noise_BCHW / noise_BCHW.std(dim=tuple(range(1, noise_BCHW.ndim)), keepdim=True)
 
