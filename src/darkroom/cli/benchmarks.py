@@ -449,9 +449,9 @@ def bench_serve(
     """
     from darkroom.cli.serving import need_server
     from darkroom.errors import InputError
-    from darkroom.measure.serving import ServeBench, say_goals
+    from darkroom.measure.serving import ServeBench
     from darkroom.measure.serving import bench_serve as run
-    from darkroom.report.serving import write_serving_page
+    from darkroom.report.serving import say_goals, write_serving_page
 
     need_server()
     try:

@@ -21,7 +21,6 @@ from darkroom.data.order import Rows, SampleOrder
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
-from darkroom.models.adapters.read import read_adapter
 from darkroom.models.compiling import compile_blocks, compile_whole
 from darkroom.models.mapped import cast_opened
 from darkroom.models.model import Model
@@ -40,13 +39,12 @@ from darkroom.train.base_precision import pack_layers
 from darkroom.train.checkpoint.resume import exactness
 from darkroom.train.checks import check_settings
 from darkroom.train.contents import (
-    CLASS_PICTURES,
     base_of,
     check_base,
     chosen_of,
-    class_contents,
     columns_read,
     contents_of,
+    others_of,
     places_of,
 )
 from darkroom.train.data.feed import (
@@ -67,14 +65,9 @@ from darkroom.train.data.local_dataset import (
     gather,
     gather_class,
     has_own_store,
-    open_store,
+    open_pinned,
 )
-from darkroom.train.data.precomputed import (
-    prepare_own,
-    stored_latents,
-    stored_masks,
-    stored_text,
-)
+from darkroom.train.data.precomputed import prepare_own, stored_latents, stored_masks, stored_text
 from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.jobs import Pinned, Say, TrainingSetup
 from darkroom.train.memory import (
@@ -94,12 +87,7 @@ from darkroom.train.tasks.diffusion import SIZES, Columns, Diffusion, Reading, T
 from darkroom.train.tasks.distill import Distillation
 from darkroom.train.tasks.dmd2 import DistributionMatching
 from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build_extractor
-from darkroom.train.tasks.lora import (
-    EVA_BATCHES,
-    add_adapters,
-    find_eva_start,
-    parameter_table,
-)
+from darkroom.train.tasks.lora import EVA_BATCHES, add_adapters, find_eva_start, parameter_table
 from darkroom.train.tasks.preference import Preference
 from darkroom.train.tasks.repa import make_extras
 from darkroom.train.tasks.textual_inversion import add_word
@@ -167,7 +155,7 @@ def make_job(
     stores = _made_ready(recipe.task, data, recipe.model.base, model, store, site)
     _move(model, device, but=model.unet if recipe.model.base_precision else None)
     task = make_task(recipe, model, store, device, pinned.run)
-    base |= _seen_by(task) | _started_from(recipe.adapter) | _compared_with(stores, ranks)
+    base |= others_of(task, recipe.adapter, stores, ranks)
     check_base(base, pinned.base, recipe.model, places)
     if device.type != "cpu" and recipe.frozen_text:
         halve_text(model, site.dtype)
@@ -252,14 +240,7 @@ def _opened_store(
         )
     if has_own_store(data) and pinned.version is None:
         ranks.in_turn(lambda: gather(task, data, pinned.run, say))
-    store = open_store(data, pinned.run, pinned.version)
-    if pinned.rows is not None and store.num_rows != pinned.rows:
-        raise RecipeError(
-            "data.store",
-            f"'{store.path}' has {store.num_rows} rows at version {store.version}, not {pinned.rows}",
-            mend="it is not the store that this run was started with",
-        )
-    return store
+    return open_pinned(data, pinned.run, pinned.version, pinned.rows)
 
 
 def _made_ready(
@@ -464,23 +445,6 @@ def _caption_changes(data: DataSettings, columns: tuple[str, ...]) -> dict[str, 
         "columns": (*columns, *((PROMPT, LOSS_WEIGHT) if data.sets else ())),
         "prompt_column": PROMPT if data.sets else None,
     }
-
-
-def _seen_by(task: Task) -> dict[str, str]:
-    """The fingerprint of the extractor that a transformer is aligned with, where there is one."""
-    extractor = task.extractor if isinstance(task, Diffusion) else None
-    return {} if extractor is None else {"extractor": extractor.sha256[:16]}
-
-
-def _compared_with(stores: Sequence[Store], ranks: Ranks) -> dict[str, str]:
-    """The fingerprint of the pictures of the class, or of those not preferred, where there are any."""
-    return {CLASS_PICTURES: ranks.tell(lambda: class_contents(stores[1]))} if len(stores) > 1 else {}
-
-
-def _started_from(adapter: AdapterSettings | None) -> dict[str, str]:
-    """The fingerprint of the adapter file that training starts from, where there is one."""
-    start = None if adapter is None else adapter.start
-    return {} if start is None else {"adapter": read_adapter(start).sha256[:16]}
 
 
 def _seldom_run(model: Model, task: Task) -> list[nn.Module]:

@@ -58,6 +58,20 @@ def open_store(data: DataSettings, run: Path, version: int | Sequence[int] | Non
     return MixedStore(stores)
 
 
+def open_pinned(
+    data: DataSettings, run: Path, version: int | Sequence[int] | None, rows: int | None
+) -> Store:
+    """The same; RecipeError where it has not as many rows as a run that goes on has noted."""
+    store = open_store(data, run, version)
+    if rows is not None and store.num_rows != rows:
+        raise RecipeError(
+            "data.store",
+            f"'{store.path}' has {store.num_rows} rows at version {store.version}, not {rows}",
+            mend="it is not the store that this run was started with",
+        )
+    return store
+
+
 def class_store_path(run: Path) -> Path:
     """Where the run's store of class pictures is."""
     return run / DATA / "class.lance"
