@@ -19,9 +19,9 @@ from darkroom.data.store import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_out_of_memory
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
+from darkroom.recipe.fine_tuning import SUBJECT_TASKS
 from darkroom.recipe.kohya import refuse_foreign_state
 from darkroom.recipe.read import recipe_of
-from darkroom.recipe.rules import SUBJECT_TASKS
 from darkroom.recipe.sections import BudgetSettings, CheckpointSettings, DataSettings, Recipe
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint

@@ -25,7 +25,8 @@ from darkroom.models.compiling import compile_blocks, compile_whole
 from darkroom.models.mapped import cast_opened
 from darkroom.models.model import Model
 from darkroom.prepare.encoders import VaeEncoder
-from darkroom.recipe.rules import FINE_TUNING, SUBJECT_TASKS, channels_last
+from darkroom.recipe.fine_tuning import FINE_TUNING, SUBJECT_TASKS
+from darkroom.recipe.rules import channels_last
 from darkroom.recipe.sections import (
     AdapterSettings,
     DataSettings,
