@@ -37,7 +37,7 @@ SIGN_HELP = "PEM file of certificates and key that sign the pictures; default: a
 CREDENTIALS_HELP = "what the signed credentials say: model, settings, or all (the prompts too)"
 PROVENANCE_HELP = "mark pictures (watermark) and sign them (C2PA)"
 SIZE_HELP = "WIDTHxHEIGHT in pixels, or one number for a square; default: the model's own"
-PRECISION_HELP = "float32, bf16, fp16, int8 with openvino, or auto: bf16 where it is quick"
+PRECISION_HELP = options.PRECISION_TEXT
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Out = Annotated[Path | None, typer.Option("--out", help="where the result goes")]
@@ -50,6 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     hush()
     for stream in (sys.stdout, sys.stderr):
         print_anything(stream)
+    arguments = list(_renamed(sys.argv[1:] if arguments is None else arguments))
     try:
         code = app(args=arguments, prog_name="darkroom", standalone_mode=False)
     except typer.Abort:
@@ -71,6 +72,24 @@ def main(arguments: list[str] | None = None) -> None:
         _leave(_failed(message, 1))
     # The parser turns Ctrl-C into 130; a stopped job is one that was not done.
     _leave(_failed("stopped", 1) if code == 130 else code if isinstance(code, int) else 0)
+
+
+RENAMED = {
+    "serve": {"--slots": "--max-loras", "--patience": "--adapter-affinity-timeout"},
+    "prepare": {"--grows": "--wait-for-autoscaler"},
+    "train": {"--grows": "--wait-for-autoscaler"},
+}
+"""Of each verb the options that had another name until this release."""
+
+
+def _renamed(arguments: list[str]) -> Iterator[str]:
+    """The command line with old names replaced, each with a line that says so."""
+    names = RENAMED.get(arguments[0], {}) if arguments else {}
+    for one in arguments:
+        flag, equals, value = one.partition("=")
+        if flag in names and os.environ.get("RANK", "0") == "0":
+            print(f"darkroom: {flag} is now {names[flag]}; it goes with the next release", file=sys.stderr)
+        yield f"{names.get(flag, flag)}{equals}{value}"
 
 
 def _other_kind(error: OSError) -> str:

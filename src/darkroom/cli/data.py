@@ -226,7 +226,10 @@ def prepare(
         int | None, typer.Option(min=1, help="ray: tasks that read and decode; default: all CPUs left")
     ] = None,
     grows: Annotated[
-        bool, typer.Option("--grows", help="ray: an autoscaler adds nodes: wait for what is not there yet")
+        bool,
+        typer.Option(
+            "--wait-for-autoscaler", help="ray: an autoscaler adds nodes: wait for what is not there yet"
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -245,7 +248,7 @@ def prepare(
         "--accelerator": accelerator,
         "--fraction": fraction,
         "--cpu-workers": cpu_workers,
-        "--grows": grows or None,
+        "--wait-for-autoscaler": grows or None,
     }
     if engine not in ("local", "ray"):
         raise InputError(f"--engine {engine}", allowed="local, ray")

@@ -27,10 +27,11 @@ class OptionsOf:
     model: type[BaseModel]
     names: tuple[str, ...]
     instead: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
 
     def options(self) -> dict[str, tuple[Any, Any]]:
         """Of each field the typer annotation, and the default or what stands for none."""
-        made = {name: _option_of(self.model, name) for name in self.names}
+        made = {name: _option_of(self.model, name, self.flags.get(name)) for name in self.names}
         return made | {name: (hint, made[name][1]) for name, hint in self.instead.items()}
 
     def __call__(self, **given: Any) -> dict[str, Any]:
@@ -42,7 +43,7 @@ WIDEST = 2**31
 """A larger bound says nothing to a reader of `--help`: it is left to the model."""
 
 
-def _option_of(model: type[BaseModel], name: str) -> tuple[Any, Any]:
+def _option_of(model: type[BaseModel], name: str, flag: str | None) -> tuple[Any, Any]:
     """A field's typer annotation and its default: its type, its description, its range, its choices.
 
     A `None: ...` in the description says what holds by default. Bounds that are open (`gt`) are left to the
@@ -57,13 +58,16 @@ def _option_of(model: type[BaseModel], name: str) -> tuple[Any, Any]:
     limits = {bound: limit for bound, limit in rules if limit is not None and abs(limit) < WIDEST}
     about = (one.description or "").replace("None:", "default:")
     option = typer.Option(
+        *(() if flag is None else (flag,)),
         help=f"{', '.join(choices)}: {about}" if choices else about,
         autocompletion=(lambda: choices) if choices else None,
         **limits,
     )
     optional = kind | None if type(None) in get_args(one.annotation) else kind
-    default = inspect.Parameter.empty if one.default is PydanticUndefined else one.default
-    return Annotated[optional, option], default
+    if one.default is PydanticUndefined:
+        return Annotated[optional, option], inspect.Parameter.empty
+    # A tuple stands for an option that may be given again: without it the command is handed None.
+    return Annotated[optional, option], None if isinstance(one.default, tuple) else one.default
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

@@ -58,7 +58,10 @@ class RayOptions:
         int, typer.Option(min=0, help="ray: how often lost workers are started again")
     ] = 3
     grows: Annotated[
-        bool, typer.Option("--grows", help="ray: an autoscaler adds nodes: wait for what is not there yet")
+        bool,
+        typer.Option(
+            "--wait-for-autoscaler", help="ray: an autoscaler adds nodes: wait for what is not there yet"
+        ),
     ] = False
 
     def placement(self) -> Placement:
@@ -77,7 +80,7 @@ class RayOptions:
             "--ray-address": self.ray_address is not None,
             "--workers": self.workers is not None,
             "--accelerator": self.accelerator is not None,
-            "--grows": self.grows,
+            "--wait-for-autoscaler": self.grows,
         }
         if asked := ", ".join(name for name, is_given in flags.items() if is_given):
             raise InputError(f"{asked} with --engine {engine}", allowed="with --engine ray")

@@ -83,8 +83,8 @@ class Cluster:
         raise InputError(
             f"accelerator '{accelerator}' is not in the cluster",
             allowed=", ".join(there) if there else "none: no node names an accelerator",
-            mend="start nodes of that type, ask for another (--accelerator), or say --grows where an "
-            "autoscaler brings them",
+            mend="start nodes of that type, ask for another (--accelerator), or say "
+            "--wait-for-autoscaler where an autoscaler brings them",
         )
 
     def waits_for(self, accelerator: str | None) -> str:

@@ -153,8 +153,8 @@ def _workers(
         raise InputError(
             f"{counts[0]} workers of {each} each: the cluster's nodes{of} fit {holds}, "
             f"the largest has {capacity.largest}",
-            mend="ask for fewer with --workers or less with --cpus, add nodes, or say --grows where an "
-            "autoscaler brings them",
+            mend="ask for fewer with --workers or less with --cpus, add nodes, or say "
+            "--wait-for-autoscaler where an autoscaler brings them",
         )
     return counts
 

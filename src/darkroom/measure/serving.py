@@ -192,7 +192,8 @@ class _ServingRun:
         options = ["--queue", str(CLIENTS), "--rate", "1000000", "--device", self.bench.device]
         if self.names:
             slots = str(len(self.names))
-            options += ["--adapters", str(self.work / "adapters"), "--slots", slots, "--max-rank", str(RANK)]
+            options += ["--adapters", str(self.work / "adapters")]
+            options += ["--max-loras", slots, "--max-rank", str(RANK)]
         state = self.work / "state"
         options += self.bench.options
         return ServerProcess(str(self.folder), state, *options, threads=self.bench.threads)

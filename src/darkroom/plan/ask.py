@@ -13,6 +13,7 @@ from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware.cards import Card, storage_price, unsourced
 from darkroom.hardware.prices import Price
 from darkroom.options import parse_size
+from darkroom.picture_settings import PictureSettings
 from darkroom.plan.cost import listed, over_limits, storage
 from darkroom.plan.counts import Profile, cached, cached_profile
 from darkroom.plan.intervals import with_intervals
@@ -26,7 +27,7 @@ from darkroom.plan.jobs import (
     plan_preparing,
     plan_training,
 )
-from darkroom.plan.pictures import PictureSettings, own_guidance, picture_profile, preparing_profile
+from darkroom.plan.pictures import own_guidance, picture_profile, preparing_profile
 from darkroom.plan.roofline import Software
 from darkroom.plan.settings import configs_of, pictures_of, read_phase, rows_of, runs_of, settings_of, text_of
 from darkroom.plan.show import gb, hours, seconds, to_dict, usd

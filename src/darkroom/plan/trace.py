@@ -18,12 +18,13 @@ from darkroom.bill import format_number
 from darkroom.errors import InputError
 from darkroom.hardware.prices import Price
 from darkroom.options import parse_size
+from darkroom.picture_settings import PictureSettings
 from darkroom.plan.ask import USUAL_PRECISION
 from darkroom.plan.cost import cost, offer_for
 from darkroom.plan.counts import Profile
 from darkroom.plan.intervals import time_width
 from darkroom.plan.jobs import GenerateJob, Plan, Where, plan_generating
-from darkroom.plan.pictures import PictureSettings, own_guidance, picture_profile
+from darkroom.plan.pictures import own_guidance, picture_profile
 from darkroom.plan.roofline import Software
 from darkroom.plan.scale import ClusterSpec
 from darkroom.plan.serving import (
