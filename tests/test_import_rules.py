@@ -17,7 +17,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "darkroom"
 
 LEVELS = (
     {"errors", "hush", "late_imports"},
-    {"hardware", "counting", "progress"},
+    {"hardware", "counting"},
     {"bill", "tables", "options"},
     {"run", "picture_settings"},
     {"models", "data"},
