@@ -168,7 +168,7 @@ class OnlineFeed:
 
         [store] = stores
         parts = _parts(task, data.text)
-        ranks.in_turn(lambda: self._hold(parts))
+        ranks.rank0_first(lambda: self._hold(parts))
         source = RowSource(str(store.path), store.version, task.read)
         pin = accelerator.kind_of(device).streams
         job = _StreamSetup(

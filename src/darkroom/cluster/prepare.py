@@ -415,7 +415,7 @@ def _write_part(path: str, encoded: list[Encoded], field: pa.Field) -> None:
     temporary = Path(f"{path}.{platform.node()}.{os.getpid()}")
     with (
         pa.OSFile(str(temporary), "wb") as file,
-        pa.ipc.new_file(file, schema.with_metadata({"told": counts})) as out,
+        pa.ipc.new_file(file, schema.with_metadata({"counts": counts})) as out,
     ):
         for one in encoded:
             out.write_batch(pa.record_batch([pa.array(one.offsets, pa.int64()), one.values], schema=schema))
@@ -427,7 +427,7 @@ def read_part(path: str) -> Iterator[Encoded]:
     """The pieces of a part."""
     with pa.memory_map(path) as file:
         reader = pa.ipc.open_file(file)
-        counts = json.loads(reader.schema.metadata[b"told"])
+        counts = json.loads(reader.schema.metadata[b"counts"])
         for i, (rows, unreadable) in enumerate(counts):
             batch = reader.get_batch(i)
             yield Encoded(batch.column(0).to_pylist(), batch.column(1), rows, unreadable)

@@ -299,8 +299,8 @@ def _flops(request: Request, profile: Profile) -> float:
 def _notes(requests: Sequence[Request], found: Served, kept: bool, latency_s: float) -> Iterator[str]:
     sizes = ", ".join(f"{width}x{height}" for width, height in sorted({r.size for r in requests}))
     steps = sorted(request.steps for request in requests)
-    wall = format_number(requests[-1].at)
-    yield f"{len(requests)} requests in {wall} s: {sizes}, {steps[0]} to {steps[-1]} steps"
+    duration = format_number(requests[-1].at)
+    yield f"{len(requests)} requests in {duration} s: {sizes}, {steps[0]} to {steps[-1]} steps"
     if not kept:
         yield _out_of_reach(latency_s, found.p95_s)
 

@@ -450,7 +450,7 @@ def _optimiser(read: RecipeDraft, given: Mapping[str, Any]) -> None:
 
 
 def _relative_step(read: RecipeDraft, value: str) -> None:
-    """Adafactor's own rate, which sd-scripts take unless told otherwise; theirs of the file are passed by."""
+    """Adafactor's own rate, which sd-scripts take by default; those of the file are passed by."""
     if value.lower() == "false":
         return
     for key in ("unet_lr", "text_encoder_lr", "text_encoder_2_lr", "warmup_steps"):

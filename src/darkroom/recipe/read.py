@@ -109,7 +109,7 @@ def recipe_of(content: Mapping[str, Any], run: Path) -> Recipe:
     try:
         return Recipe.model_validate(content)
     except ValidationError as error:
-        raise _told(error.errors(), f"the recipe of '{run}'") from error
+        raise _error_of(error.errors(), f"the recipe of '{run}'") from error
 
 
 def _check_values(content: Any, key: str = "") -> None:
@@ -134,7 +134,7 @@ def _validated(content: dict[str, Any], source: str) -> Recipe:
     try:
         recipe = Recipe.model_validate(filled)
     except ValidationError as error:
-        raise _told(error.errors(), source) from error
+        raise _error_of(error.errors(), source) from error
     _check_kinds(content, recipe.model_dump(by_alias=True))
     return recipe
 
@@ -349,13 +349,13 @@ def _is_literal(path: str, value: str) -> bool:
     return path in TEXTS and plain not in ("", "~", "null") and plain[0] not in "[{\"'"
 
 
-def _told(errors: Sequence[ErrorDetails], source: str) -> RecipeError:
+def _error_of(errors: Sequence[ErrorDetails], source: str) -> RecipeError:
     """The first mistake as one line: its path, what was given, what is allowed, the nearest right name."""
     first = errors[0]
     key = ".".join(str(part)[:MAX_SHOWN] for part in first["loc"] if not _is_branch(part)) or source
     more = f"and {len(errors) - 1} more in {source}" if len(errors) > 1 else ""
     if first["type"] == "extra_forbidden":
-        names = _names_beside(first["loc"])
+        names = _sibling_keys(first["loc"])
         near = difflib.get_close_matches(str(first["loc"][-1]), names, 1, cutoff=0.5)
         mend = "; ".join(part for part in (f"did you mean '{near[0]}'?" if near else "", more) if part)
         return RecipeError(key, "no such key", allowed=", ".join(names), mend=mend)
@@ -371,7 +371,7 @@ def _is_branch(part: int | str) -> bool:
     return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
 
 
-def _names_beside(loc: tuple[int | str, ...]) -> list[str]:
+def _sibling_keys(loc: tuple[int | str, ...]) -> list[str]:
     """The keys that are allowed where an unknown one was given."""
     model: type[BaseModel] = Recipe
     for part in loc[:-1]:

@@ -243,7 +243,7 @@ def others_of(
     if adapter is not None and adapter.start is not None:
         found["adapter"] = read_adapter(adapter.start).sha256[:16]
     if len(stores) > 1:
-        found[CLASS_PICTURES] = ranks.tell(lambda: _class_contents(stores[1]))
+        found[CLASS_PICTURES] = ranks.broadcast(lambda: _class_contents(stores[1]))
     return found
 
 

@@ -226,7 +226,7 @@ class Looking:
         patience = self._job.recipe.evaluate.patience
         if patience is None:
             return k, False
-        rows: list[tuple[int, float]] = self._ranks.tell(lambda: self._heldout_losses(k, newest))
+        rows: list[tuple[int, float]] = self._ranks.broadcast(lambda: self._heldout_losses(k, newest))
         if not rows:
             return k, False
         best_step, best = min(rows, key=lambda row: row[1])
@@ -251,7 +251,7 @@ class Looking:
         """A run that was stopped while it drew the pictures of step k draws them now."""
         every = self._job.recipe.sample.every
         due = k and every and k % every == 0
-        if due and not self._ranks.tell(self._path(k).exists):
+        if due and not self._ranks.broadcast(self._path(k).exists):
             self.sample(k)
 
     def sample(self, k: int) -> None:

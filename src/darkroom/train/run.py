@@ -91,11 +91,11 @@ def _nothing(line: str) -> None:
 def _held(run: Run, ranks: Ranks) -> Iterator[None]:
     """Within, no other job trains this run: rank 0 holds it for all."""
     if not ranks.first:
-        ranks.meet()
+        ranks.barrier()
         yield
         return
     with run.lock():
-        ranks.meet()
+        ranks.barrier()
         yield
 
 
@@ -111,9 +111,9 @@ class _Place:
 def _place(ranks: Ranks, out: Path, resume: str, settings: CheckpointSettings, say: Say) -> _Place:
     """Rank 0 looks, so that what it makes a moment later misleads nobody."""
     if resume == "auto":
-        there = ranks.tell(lambda: (out / "recipe.yaml").is_file() or _fetch_run(settings.url, out, say))
+        there = ranks.broadcast(lambda: (out / "recipe.yaml").is_file() or _fetch_run(settings.url, out, say))
         return _Place(out, Run(out) if there else None)  # other machines may not have the folder yet
-    free = Path(ranks.tell(lambda: str(numbered_folder(out))))
+    free = Path(ranks.broadcast(lambda: str(numbered_folder(out))))
     if resume == "never":
         return _Place(free)
     start = Path(resume)
@@ -153,11 +153,11 @@ class _Launch:
         """Make a new run, and train it."""
         recipe, say, ranks = self.recipe, self.say, self.ranks
         before = hardware.resident_bytes()
-        if not ranks.tell(lambda: is_free(place.path)):
+        if not ranks.broadcast(lambda: is_free(place.path)):
             raise InputError(f"'{place.path}' holds something that is no run", mend="choose another --out")
         if place.start is not None and place.start.step >= recipe.train.steps:
             raise RecipeError("train.steps", f"{recipe.train.steps}, but {place.start.step} steps are made")
-        if ranks.tell(lambda: bool(place_of(recipe.checkpoint.url, place.path).kept())):
+        if ranks.broadcast(lambda: bool(place_of(recipe.checkpoint.url, place.path).kept())):
             raise RecipeError(
                 "checkpoint.url",
                 f"'{recipe.checkpoint.url}' holds another run's checkpoints",
@@ -165,7 +165,7 @@ class _Launch:
             )
         for note in recipe.derived:
             say(note)
-        version = ranks.tell(lambda: settled(recipe.data, place.path, None, say))
+        version = ranks.broadcast(lambda: settled(recipe.data, place.path, None, say))
         with _undone(recipe.data, place.path, ranks):
             job = make_job(recipe, Pinned(place.path, version), self.feed, say, ranks)
         if ranks.first:
@@ -187,28 +187,28 @@ class _Launch:
     def resume(self, run: Run) -> TrainResult:
         """Train a run on from its newest checkpoint, after checking that it is the same job."""
         recipe, say, ranks = self.recipe, self.say, self.ranks
-        before = recipe_of(ranks.tell(lambda: run.recipe), run.path)
+        before = recipe_of(ranks.broadcast(lambda: run.recipe), run.path)
         place, checkpoint = newest(_places(run, recipe.checkpoint, before.checkpoint), say, ranks)
         step = checkpoint.step if checkpoint else 0
         notes = check_changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"), step)
-        if ranks.tell(lambda: bool(run.outputs and (step == recipe.train.steps or run.ended_early))):
+        if ranks.broadcast(lambda: bool(run.outputs and (step == recipe.train.steps or run.ended_early))):
             made = f"it ended early, after step {step}" if run.ended_early else f"all {step} steps are made"
             say(f"'{run.path}' is finished: {made}")
             return result_of(run)
-        store = ranks.tell(lambda: run.environment.get("store", {}))
-        ranks.in_turn(run.tidy)
+        store = ranks.broadcast(lambda: run.environment.get("store", {}))
+        ranks.rank0_first(run.tidy)
         micro = checkpoint.scalars["micro_batch"] if checkpoint else None
         here = not has_own_store(recipe.data) or Path(store_path(recipe.data, run.path)).exists()
         known = store.get("version") if here else None
         anew = checkpoint is None or isinstance(place, RemotePlace)
-        version = ranks.tell(lambda: settled(recipe.data, run.path, known, say) if anew else known)
+        version = ranks.broadcast(lambda: settled(recipe.data, run.path, known, say) if anew else known)
         pinned = Pinned(
             run.path,
             version,
             store.get("rows"),
             micro,
             contents=store.get("contents"),
-            base=ranks.tell(lambda: run.environment.get("fingerprints")),
+            base=ranks.broadcast(lambda: run.environment.get("fingerprints")),
             chosen=store.get("chosen"),
         )
         job = make_job(recipe, pinned, self.feed, say, ranks)
@@ -223,14 +223,14 @@ class _Launch:
             keep_tokenizer(recipe.model, job.task.model, run.path)
             note_start(run.path, job.step.weights.masters, recipe.adapter)
 
-        ranks.in_turn(prepare_run)
+        ranks.rank0_first(prepare_run)
         trainer = _trainer(job, run, say, first_step=step)
         say(f"going on after step {step} of {recipe.train.steps}")
         for note in notes:
             say(f"note: {note}")
         if checkpoint and place:
             trainer.restore(checkpoint)
-            ranks.meet()
+            ranks.barrier()
             place.forget()
         return trainer.train()
 

@@ -135,7 +135,7 @@ def make_job(
     data, train, optim, side = recipe.data, recipe.train, recipe.optim, recipe.data.resolution
     store = _opened_store(recipe.task, data, pinned, feed, say, ranks)
     train_rows, held_rows = select_rows(store, data)
-    contents = ranks.tell(lambda: contents_of(store, pinned.contents, columns_read(data)))
+    contents = ranks.broadcast(lambda: contents_of(store, pinned.contents, columns_read(data)))
     chosen = chosen_of((train_rows, held_rows), data, pinned.chosen)
     device = _device(train.device, ranks)
     set_kernels(train, device)
@@ -240,7 +240,7 @@ def _opened_store(
             mend="train with --engine ray, or set data.encode=inline",
         )
     if has_own_store(data) and pinned.version is None:
-        ranks.in_turn(lambda: gather(task, data, pinned.run, say))
+        ranks.rank0_first(lambda: gather(task, data, pinned.run, say))
     return open_pinned(data, pinned.run, pinned.version, pinned.rows)
 
 
@@ -256,15 +256,15 @@ def _made_ready(
     if data.class_prompt is not None:
         if not makes:
             column = stored_latents(data, model, store)
-        if ranks.tell(lambda: not class_store_path(pinned.run).exists() or pinned.version is None):
+        if ranks.broadcast(lambda: not class_store_path(pinned.run).exists() or pinned.version is None):
             _move(model, site.device)
-            ranks.in_turn(lambda: gather_class(data, base, model, pinned.run, site.dtype, say))
+            ranks.rank0_first(lambda: gather_class(data, base, model, pinned.run, site.dtype, say))
         stores.append(Store.open(class_store_path(pinned.run)))
     if task == "dpo":
         stores.append(Store.open(class_store_path(pinned.run)))
     own = stores if makes else stores[1:] if column else []
     if own:
-        ranks.in_turn(lambda: prepare_own(data, model, own, site.device, say))
+        ranks.rank0_first(lambda: prepare_own(data, model, own, site.device, say))
         for one in own:
             one.refresh()
     return stores

@@ -188,7 +188,7 @@ class Trainer:
                 raise CheckpointError("the checkpoint to go back to is gone") from back
             self.restore(found)
             self.saver.place.forget()
-            self.ranks.in_turn(lambda: self.run.truncate(self.k))
+            self.ranks.rank0_first(lambda: self.run.truncate(self.k))
             self._agreed.close()
             self.say(f"going on after step {self.k}, without the batches in {FILE}")
             return False
@@ -270,7 +270,7 @@ class Trainer:
         return budget.spent(self.meter.bill()) if budget.usd or budget.hours or budget.deadline else ""
 
     def _check_budget(self) -> None:
-        if spent := self.ranks.tell(self._spent):
+        if spent := self.ranks.broadcast(self._spent):
             raise Stopped(f"{spent} is spent, and {self.k} steps are made; say a larger one to go on")
 
     def _flush(self, more: Callable[[], dict[str, Any]] = dict) -> None:
@@ -326,7 +326,7 @@ class Trainer:
             return
         self._write(*rows[: rows.index(first)])
         self.saver.finish()
-        kept = self.ranks.tell(lambda: (found := self.saver.newest()) and found.step)
+        kept = self.ranks.broadcast(lambda: (found := self.saver.newest()) and found.step)
         if policy == "rollback" and kept is not None and self._odd.may_roll_back(kept):
             self._odd.write(odd[:1], "rollback", to=kept, first=self.ranks.first)
             self.say(f"warning: {message}; {self._kept()}")
@@ -409,7 +409,7 @@ class Trainer:
             with self.meter.part("checkpoint"):
                 self._write_results(best, measured)
         self._save_bill()
-        self.ranks.meet()
+        self.ranks.barrier()
         return result_of(self.run)
 
     def _write_results(self, best: Best | None, measured: Mapping[str, float]) -> None:
@@ -494,7 +494,7 @@ class OddBatches:
         self._file, self._rows_of = run / FILE, rows_of
         self.passed: set[int] = set()
         self._rollbacks: dict[int, int] = {}
-        for line in ranks.tell(self._noted):  # other machines need not see the run's folder
+        for line in ranks.broadcast(self._noted):  # other machines need not see the run's folder
             row = json.loads(line)
             if row["done"] == "rollback":
                 self._note(row["step"], row["to"])

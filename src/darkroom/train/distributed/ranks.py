@@ -54,7 +54,7 @@ class Ranks:
         """As messages call it."""
         return f"rank {self.rank} of {self.size}"
 
-    def tell(self, decide: Callable[[], Any]) -> Any:
+    def broadcast(self, decide: Callable[[], Any]) -> Any:
         """What rank 0 decides, known to all: plain JSON values. A mistake that it finds is raised on all."""
         if self.size == 1:
             return decide()
@@ -84,13 +84,13 @@ class Ranks:
         found: dict[str, Any] = json.loads(text.numpy().tobytes())
         return found
 
-    def in_turn(self, work: Callable[[], None]) -> None:
+    def rank0_first(self, work: Callable[[], None]) -> None:
         """Let rank 0 do what must be done once before the others go on."""
         if self.first:
             work()
-        self.meet()
+        self.barrier()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all."""
         if self.size > 1:
             import torch.distributed as dist
