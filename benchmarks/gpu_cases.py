@@ -178,7 +178,7 @@ def _training_paths(lab: Lab) -> dict[str, Callable[[], object]]:
     paths["train bf16 fused_backward"] = lambda: step(
         "bf16", micro=4, optim={"fused_backward": True, "clip_norm": None}
     )
-    paths["train bf16 skip"] = lambda: step("bf16", on_nan="skip")
+    paths["train bf16 skip"] = lambda: step("bf16", nonfinite_policy="skip")
     paths["train float32 as on the CPU"] = lambda: _steps_as_on_the_cpu(lab)
     return paths
 

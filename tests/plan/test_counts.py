@@ -91,7 +91,7 @@ NO_EFFECT = {
         "steps": 7, "global_batch": 12, "micro_batch": 3, "precision": "bf16", "device": "cpu", "seed": 5,
         "log_every": 3, "compile": "whole", "tf32": True, "cudnn_benchmark": True,
     },
-    "optim": {"lr": 3e-4, "warmup_steps": 2, "decay": "cosine", "final_lr_ratio": 0.1},
+    "optim": {"lr": 3e-4, "warmup_steps": 2, "lr_schedule": "cosine", "final_lr_ratio": 0.1},
     "data": {"filter": "width > 8", "holdout": 2, "workers": 1, "ahead": 2, "store": "another"},
     "sample": {"seed": 4, "steps": 9, "solver": "ddim"},
     "parallel": {"reduce": "bf16", "shard": "full"},

@@ -110,7 +110,7 @@ def test_a_lora_is_read_whole_and_what_is_unknown_is_named(tmp_path: Path, folde
         5e-5,
         1e-5,
     )
-    assert (optim.name, optim.decay, optim.warmup_steps) == ("adamw8bit", "cosine", 14)
+    assert (optim.name, optim.lr_schedule, optim.warmup_steps) == ("adamw8bit", "cosine", 14)
     assert (optim.weight_decay, optim.beta2) == (0.05, 0.99)
     assert (data.resolution, data.buckets, data.clip_skip, data.max_token_length) == (512, True, 1, 225)
     assert (data.shuffle_tags, data.keep_tokens) == (True, 1)
@@ -151,7 +151,7 @@ def test_optimisers_and_their_arguments_are_read(tmp_path: Path) -> None:
     assert (absolute["name"], absolute["scale_parameter"], absolute["lr"]) == ("adafactor", False, 1e-4)
     assert absolute["weight_decay"] == 0.0
     relative = optim("AdaFactor")  # sd-scripts pass learning_rate by
-    assert (relative["scale_parameter"], relative["lr"], relative["decay"]) == (True, 1e-2, "constant")
+    assert (relative["scale_parameter"], relative["lr"], relative["lr_schedule"]) == (True, 1e-2, "constant")
     prodigy = optim("Prodigy", "decouple=True", "d_coef=2", "use_bias_correction=True")
     assert (prodigy["d_coef"], prodigy["use_bias_correction"]) == (2.0, True)
 

@@ -252,7 +252,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "two micro-batches": {"train": {"micro_batch": 2}},
     "two micro-batches, fp16": {"train": {"micro_batch": 2, "precision": "fp16"}},
     "channels last": {"train": {"channels_last": True}},
-    "skip": {"train": {"on_nan": "skip", "spike_norm": 10.0}},
+    "skip": {"train": {"nonfinite_policy": "skip", "spike_norm": 10.0}},
     "no ema": {"train": {"ema": {"enabled": False}}},
     "noise offset": {"objective": {"noise": {"offset": 0.1}}},
     "min-snr": {"objective": {"min_snr_gamma": 5.0}},

@@ -459,7 +459,11 @@ REFUSED = [
         ("optim.name=adafactor", "adapter.text_encoder=true", "optim.text_encoder_lr=5e-6"),
         r"optim.text_encoder_lr: 5e-06 with optim.name=adafactor.*set optim.text_encoder_lr=0.01",
     ),
-    ("lora", ("optim.name=schedule-free", "optim.decay=cosine"), r"optim.decay: cosine with schedule-free"),
+    (
+        "lora",
+        ("optim.name=schedule-free", "optim.lr_schedule=cosine"),
+        r"optim.lr_schedule: cosine with schedule-free",
+    ),
     ("lora", ("evaluate.patience=2",), r"evaluate.patience: given, but evaluate.every is 0"),
     ("textual-inversion", ("model.word=null",), r"model.word: missing; say the new word"),
     (

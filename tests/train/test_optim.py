@@ -23,9 +23,9 @@ from darkroom.train.optim import (
 def test_rates_by_step() -> None:
     constant = OptimSettings(warmup_steps=4)
     assert [lr_factor(k, 10, constant) for k in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    linear = OptimSettings(warmup_steps=2, decay="linear", final_lr_ratio=0.2)
+    linear = OptimSettings(warmup_steps=2, lr_schedule="linear", final_lr_ratio=0.2)
     assert [lr_factor(k, 10, linear) for k in (2, 6, 10)] == pytest.approx([1.0, 0.6, 0.2])
-    cosine = OptimSettings(decay="cosine")
+    cosine = OptimSettings(lr_schedule="cosine")
     assert [lr_factor(k, 8, cosine) for k in (0, 2, 4, 8)] == pytest.approx(
         [1.0, 0.5 + 0.5 * math.cos(math.pi / 4), 0.5, 0.0]
     )

@@ -176,7 +176,7 @@ class OnlineFeed:
             cpus=self.cpus,
             shares=self.shares,
             settings=data.online,
-            ahead=data.ahead,
+            ahead=data.prefetch_batches,
             steps=train.steps,
             source=source,
             order=order,

@@ -34,8 +34,8 @@ NO_EFFECT: dict[str, tuple[str, ...]] = {
         *("steps", "global_batch", "micro_batch", "precision", "device", "seed", "log_every"),
         *("compile", "tf32", "cudnn_benchmark"),
     ),
-    "optim": ("warmup_steps", "decay", "final_lr_ratio"),
-    "data": ("filter", "holdout", "workers", "ahead"),
+    "optim": ("warmup_steps", "lr_schedule", "final_lr_ratio"),
+    "data": ("filter", "holdout", "workers", "prefetch_batches"),
     "sample": ("seed", "steps", "solver"),
 }
 """What changes neither an operation of a step nor a tensor; precision, batch and what kernels are computed by

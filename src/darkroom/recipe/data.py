@@ -170,7 +170,7 @@ class DataSettings(BaseModel):
     )
     buckets: bool = Field(default=False, description="batches of one aspect ratio instead of square crops")
     workers: int = Field(default=2, ge=1, le=256, description="threads that read and decode")
-    ahead: int = Field(default=4, ge=1, le=1024, description="batches read ahead")
+    prefetch_batches: int = Field(default=4, ge=1, le=1024, description="batches read ahead")
 
     @property
     def sides(self) -> tuple[int, ...]:

@@ -456,7 +456,7 @@ def _relative_step(read: RecipeDraft, value: str) -> None:
     for key in ("unet_lr", "text_encoder_lr", "text_encoder_2_lr", "warmup_steps"):
         read.drop(f"optim.{key}")
     read.put("optim.lr", ADAFACTOR_RATE)
-    read.put("optim.decay", "constant")
+    read.put("optim.lr_schedule", "constant")
     read.notes.append(
         f"optim.lr={ADAFACTOR_RATE:g}, constant: without relative_step=False sd-scripts' Adafactor passes "
         "learning rates and lr_scheduler by"

@@ -85,7 +85,7 @@ TABLE: dict[str, KohyaOption] = {
     "learning_rate": KohyaOption("optim.lr", read_number, "2e-6 where it is not given, as there"),
     "unet_lr": KohyaOption("optim.unet_lr", read_number),
     "stop_text_encoder_training": KohyaOption("optim.text_encoder_steps"),
-    "lr_scheduler": KohyaOption("optim.decay", read_choice("lr_scheduler", DECAYS)),
+    "lr_scheduler": KohyaOption("optim.lr_schedule", read_choice("lr_scheduler", DECAYS)),
     "optimizer_type": KohyaOption("optim.name", read_choice("optimizer_type", OPTIMISERS)),
     "fused_backward_pass": KohyaOption("optim.fused_backward"),
     "max_grad_norm": KohyaOption("optim.clip_norm", lambda norm: norm or None, "0 is null"),

@@ -22,10 +22,12 @@ from darkroom.errors import RecipeError
 from darkroom.recipe.rules import check_together, fill
 from darkroom.recipe.sections import (
     ADAPTER_TASKS,
+    RENAMED,
     OptimSettings,
     PhaseSettings,
     Recipe,
     TrainSettings,
+    with_new_names,
 )
 
 TEXTS = ("data.prompt", "data.class_prompt", "data.filter", "adapter.trigger")
@@ -90,11 +92,11 @@ def _choices(override: str) -> list[str]:
 
 def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, source: str = "recipe") -> Recipe:
     """A recipe from its content as a dictionary, checked; `source` is named in errors."""
-    content = copy.deepcopy(content)
+    content, notes = with_new_names(copy.deepcopy(content))
     for override in overrides:
-        _override(content, override)
+        notes += _override(content, override)
     _check_values(content)
-    notes = _replace_sources(content, overrides)
+    notes += _replace_sources(content, overrides)
     recipe = _validated(content, source)
     if shorter := _shortened(content, recipe.train, recipe.optim, recipe.phases, overrides):
         notes += shorter
@@ -318,8 +320,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def _override(content: dict[str, Any], override: str) -> None:
-    path, given, value = override.partition("=")
+def _override(content: dict[str, Any], override: str) -> list[str]:
+    """Set what an override says; a line where it says it by a key's old name."""
+    said, given, value = override.partition("=")
+    path = RENAMED.get(said, said)
     if not given or not path:
         raise RecipeError(
             _shown(override)[1:-1], "not an override", allowed="key=value, such as train.steps=1000"
@@ -339,6 +343,7 @@ def _override(content: dict[str, Any], override: str) -> None:
     except yaml.YAMLError as error:
         why = getattr(error, "problem", None) or "no YAML"
         raise RecipeError(_shown(path)[1:-1], f"not readable as YAML: {_shown(value)}: {why}") from error
+    return [] if path == said else [f"{said} is now {path}; the old name goes with the next release"]
 
 
 def _is_literal(path: str, value: str) -> bool:

@@ -335,20 +335,24 @@ def _check_optimiser(optim: OptimSettings, train: TrainSettings) -> None:
     if optim.name == "prodigy" and (own := next((name for name in OWN_RATES if getattr(optim, name)), None)):
         raise RecipeError(f"optim.{own}", "given, but Prodigy has one rate for all", mend="leave it out")
     if optim.name == "schedule-free":
-        if optim.decay != "constant":
-            raise RecipeError("optim.decay", f"{optim.decay} with schedule-free", allowed="constant")
+        if optim.lr_schedule != "constant":
+            raise RecipeError(
+                "optim.lr_schedule", f"{optim.lr_schedule} with schedule-free", allowed="constant"
+            )
         if train.ema.enabled:
             raise RecipeError(
                 "train.ema.enabled", "true, but schedule-free averages by itself", mend="set it to false"
             )
-    if train.on_nan == "skip" and optim.name != "adamw":
+    if train.nonfinite_policy == "skip" and optim.name != "adamw":
         raise RecipeError(
-            "train.on_nan",
+            "train.nonfinite_policy",
             f"skip with optim.name={optim.name}, which cannot leave a step out on the device",
             allowed="stop or rollback; or optim.name=adamw",
         )
-    if train.on_nan == "skip" and optim.fused_backward:
-        raise RecipeError("train.on_nan", "skip with optim.fused_backward", allowed="stop or rollback")
+    if train.nonfinite_policy == "skip" and optim.fused_backward:
+        raise RecipeError(
+            "train.nonfinite_policy", "skip with optim.fused_backward", allowed="stop or rollback"
+        )
     if not optim.fused_backward:
         return
     if optim.clip_norm is not None:

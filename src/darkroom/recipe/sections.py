@@ -5,13 +5,13 @@ The larger sections are in `data`, `objective` and `training`; all of them are i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from darkroom.bill import Bill, format_usd
 from darkroom.errors import RecipeError
@@ -47,6 +47,7 @@ from darkroom.recipe.training import (
 
 __all__ = [
     "ADAPTER_TASKS",
+    "RENAMED",
     "VAE_TASKS",
     "AdapterSettings",
     "AlignSettings",
@@ -83,6 +84,7 @@ __all__ = [
     "TrackSettings",
     "TrainSettings",
     "WordSettings",
+    "with_new_names",
 ]
 
 
@@ -358,6 +360,26 @@ class BudgetSettings(BaseModel):
         return BudgetSettings(usd=usd, hours=hours, deadline=self.deadline)
 
 
+RENAMED = {
+    "data.ahead": "data.prefetch_batches",
+    "optim.decay": "optim.lr_schedule",
+    "train.on_nan": "train.nonfinite_policy",
+}
+"""Keys that had another name until this release."""
+
+
+def with_new_names(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A recipe's content with keys by the names they have now, and a line for each that had its old one."""
+    made, notes = dict(content), []
+    for old, new in RENAMED.items():
+        (section, name), now = old.split("."), new.split(".")[1]
+        inner = made.get(section)
+        if isinstance(inner, dict) and name in inner and now not in inner:
+            made[section] = {now if key == name else key: value for key, value in inner.items()}
+            notes.append(f"{old} is now {new}; the old name goes with the next release")
+    return made, notes
+
+
 class Recipe(BaseModel):
     """A training job, whole."""
 
@@ -380,6 +402,12 @@ class Recipe(BaseModel):
     track: TrackSettings = TrackSettings()
     budget: BudgetSettings = BudgetSettings()
     _derived: tuple[str, ...] = PrivateAttr(default=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_old_names(cls, content: Any) -> Any:
+        """Runs and checkpoints of earlier releases hold recipes with the names of then."""
+        return with_new_names(content)[0] if isinstance(content, dict) else content
 
     @property
     def adapts(self) -> bool:

@@ -79,7 +79,7 @@ class OptimSettings(BaseModel):
         default=(), max_length=256, description="weights with rates of their own, or frozen for a time"
     )
     warmup_steps: int = Field(default=0, ge=0, description="steps in which the rate rises from 0 to lr")
-    decay: Literal["constant", "cosine", "linear"] = Field(
+    lr_schedule: Literal["constant", "cosine", "linear"] = Field(
         default="constant", description="the rate after warm-up, until train.steps"
     )
     final_lr_ratio: float = Field(
@@ -343,7 +343,7 @@ class TrainSettings(BaseModel):
         "a run that is resumed may then differ in the last bits",
     )
     log_every: int = Field(default=10, gt=0, description="steps between console lines and writes of metrics")
-    on_nan: Literal["stop", "skip", "rollback"] = Field(
+    nonfinite_policy: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
         description="where a step's loss or gradients are no numbers (or above spike_norm): stop; skip: "
         "leave the weights as they are; rollback: go on from the last checkpoint without that batch",

@@ -24,10 +24,10 @@ def lr_factor(k: int, steps: int, settings: OptimSettings) -> float:
     """
     if k < settings.warmup_steps:
         return (k + 1) / settings.warmup_steps
-    if settings.decay == "constant":
+    if settings.lr_schedule == "constant":
         return 1.0
     done = min((k - settings.warmup_steps) / max(steps - settings.warmup_steps, 1), 1.0)
-    falling = 1 - done if settings.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    falling = 1 - done if settings.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return settings.final_lr_ratio + (1 - settings.final_lr_ratio) * falling
 
 

@@ -317,7 +317,7 @@ class Trainer:
         odd = [row for row in rows if _is_odd(row, settings.spike_norm, scaled=scaled)]
         if not odd:
             return
-        first, policy = odd[0], settings.on_nan
+        first, policy = odd[0], settings.nonfinite_policy
         name = "grad_norm" if math.isfinite(first["loss"]) else "loss"
         message = f"the {name} of step {first['step']} is {first[name]:.4g}"
         if policy == "skip":

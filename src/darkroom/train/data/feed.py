@@ -169,7 +169,7 @@ def make_feed(
                         rank=ranks.rank,
                         world_size=ranks.size,
                         workers=data.workers,
-                        ahead=data.ahead,
+                        ahead=data.prefetch_batches,
                         pin_memory=accelerator.kind_of(device).streams,
                     )
                 )
