@@ -20,7 +20,7 @@ import yaml
 from test_cluster_train import command, content, environment, recipe, trained, weights, workers_of
 
 import warm
-from darkroom.cluster.capacity import Capacity
+from darkroom.cluster.connect import Capacity
 from darkroom.cluster.elastic import WATCHER, WorkerRange, allowed_counts, job_trainer, rounded_down
 from darkroom.cluster.mail import Mail
 from darkroom.cluster.train import Placement, _workers

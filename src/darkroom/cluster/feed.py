@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from darkroom.cluster.capacity import resources_of_nodes
-from darkroom.cluster.connect import describe
+from darkroom.cluster.connect import describe, resources_of_nodes
 from darkroom.cluster.encoders import QUEUE, Bounds, check_room, on_one_machine
 from darkroom.cluster.encoding import OnlineEncoder, Parts, RowSource, asked, read_rows
 from darkroom.cluster.keeper import Keeper, SharedPool

@@ -19,8 +19,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from darkroom.cluster.capacity import WAIT_SAID_S, Capacity, capacity_of, waiting
-from darkroom.cluster.connect import connected
+from darkroom.cluster.connect import WAIT_SAID_S, Capacity, capacity_of, connected, waiting
 from darkroom.cluster.elastic import (
     MONITOR_S,
     WorkerRange,
