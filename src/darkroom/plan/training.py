@@ -63,17 +63,17 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
     if recipe.model.word is not None:
         _fill_tokenizers(model)
     dtype = models.precision(precision)
-    inline, before = encodes(recipe.task, data), makes_latents(recipe.task, data)
+    inline, before = encodes(recipe.task, data), _makes_latents(recipe.task, data)
     with fakes(*model.modules.values()) as counter:
         if recipe.frozen_unet and model.unet is not None:
             cast(model.unet, dtype)
         moments: list[Moment] = []
         if before:
             early = recipe.frozen_unet and dtype != torch.float32
-            there = there_early(recipe.model, model, gpu=gpu, cast=early)
+            there = _there_early(recipe.model, model, gpu=gpu, cast=early)
             if data.class_prompt is not None:
                 there = set(model.modules)  # they have drawn the pictures of the class
-            moments += own_latents(counter, side, model, there, gpu=gpu)
+            moments += _own_latents(counter, side, model, there, gpu=gpu)
         # The store is never looked into where everything is encoded inline.
         changes = _without_files(data, recipe.train, recipe.model, recipe.adapter)
         bare = recipe.model_copy(update=changes)
@@ -121,7 +121,7 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
             other = profile_of(others[0], (2, 3), cpu=not gpu, parameters=parameters, trained=0)
             counted = _in_turns(counted, other, turns.values())
         idle = [] if gpu else resting(model, task, text=text, inline=inline)
-        steps = rested(counted.moments, model, idle, random=recipe.model.base in FAMILIES)
+        steps = _rested(counted.moments, model, idle, random=recipe.model.base in FAMILIES)
     return replace(counted, moments=(*steps, *moments))
 
 
@@ -307,12 +307,12 @@ def reads_text(data: DataSettings, task: Task) -> bool:
 # ---- before the first step
 
 
-def makes_latents(task: str, data: DataSettings) -> bool:
+def _makes_latents(task: str, data: DataSettings) -> bool:
     """Whether the run makes latents of its own pictures before it trains."""
     return task not in VAE_TASKS and has_own_store(data) and data.caches_latents
 
 
-def own_latents(
+def _own_latents(
     counter: Counter, side: int, model: Model, there: Collection[str], *, gpu: bool
 ) -> tuple[Moment, ...]:
     """What is alive while a run makes its own latents: nothing trains yet, and not all parts are `there`."""
@@ -329,7 +329,7 @@ def own_latents(
     return _lighter(moments_of((traces[0], traces[1]), ROWS, cpu=not gpu), absent)
 
 
-def there_early(settings: ModelSettings, model: Model, *, gpu: bool, cast: bool) -> set[str]:
+def _there_early(settings: ModelSettings, model: Model, *, gpu: bool, cast: bool) -> set[str]:
     """The parts that hold memory while latents are made.
 
     A GPU gets the others afterwards. On a CPU a folder's weights lie in its files until they are used, while
@@ -395,7 +395,7 @@ def resting(model: Model, task: Task, *, text: bool, inline: bool) -> list[str]:
     return names if _held_bytes([model.modules[name] for name in names]) >= LEAST_BYTES else []
 
 
-def rested(
+def _rested(
     moments: Collection[Moment], model: Model, names: Collection[str], *, random: bool
 ) -> tuple[Moment, ...]:
     """The moments of steps while these parts rest; random weights were all in memory before."""
