@@ -277,6 +277,7 @@ class Slide(BaseModel):
 
 
 SIDE = {"side": Annotated[str | None, typer.Option(help="of both")]}
+FILM = OptionsOf(Slide, ("width", "seed"), flags={"width": "--breadth"}, only_given=True)
 SLIDE = OptionsOf(Slide, ("title", "width", "mount", "tint", "seed", "side"), SIDE)
 
 
@@ -301,6 +302,21 @@ def test_options_are_made_of_a_settings_model():
     for words in ("2<=x<=9", "glass, card: what holds it", "default: the film's own", "of both"):
         assert words in told, words
     assert "9223372036854775807" not in told
+
+
+def test_options_of_a_model_may_have_other_names_and_be_left_out():
+    app, seen = typer.Typer(rich_markup_mode=None), []
+
+    @app.command()
+    @grouped
+    def it(*, one: Annotated[dict[str, Any], FILM]) -> None:
+        seen.append(one)
+
+    run = CliRunner().invoke
+    assert run(app, ["--breadth", "9"]).exit_code == run(app, []).exit_code == 0
+    assert seen == [{"width": 9, "seed": None}, {"width": None, "seed": None}]
+    assert run(app, ["--width", "9"]).exit_code == run(app, ["--breadth", "1"]).exit_code == 2
+    assert "in mm; default: never shown; default: 3" in " ".join(run(app, ["--help"]).output.split())
 
 
 def test_the_old_name_of_an_option_is_taken_with_a_line_that_names_the_new_one(capsys):

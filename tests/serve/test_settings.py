@@ -16,7 +16,7 @@ from darkroom.serve.settings import KeyLimits, Limits
 
 BODY = {"prompt": "a red circle", "steps": 3, "seed": 3}
 NOTHING_SAID = dict.fromkeys(
-    ("limits", "limit", "queue", "queue_seconds", "rate", "keep", "keep_gb", "key_file")
+    ("limits", "limit", "queue", "queue_s", "rate_per_minute", "keep_s", "keep_bytes", "key_file")
 )
 
 

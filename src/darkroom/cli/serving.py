@@ -13,24 +13,15 @@ from darkroom import options
 from darkroom.cli.application import PROVENANCE_HELP, app
 from darkroom.cli.groups import OptionsOf, grouped
 from darkroom.errors import InputError
-from darkroom.serve.settings import ServeSettings
+from darkroom.serve.settings import Limits, ServeSettings
 
 if TYPE_CHECKING:
     from darkroom.cluster.serve import Replicas
-    from darkroom.serve.settings import Limits
 
 
 OF_RAY = ("ray_address", "replicas", "jobs_per_replica", "replica_cpus", "replica_gpus")
 MOST_REPLICAS = 1000
 MODELS_HELP = "a model folder, a hub id, or a family; several, or a folder of models, are chosen by name"
-OWN_OPTIONS = {
-    "queue": ("queue", 1),
-    "queue_seconds": ("queue_s", 1),
-    "rate": ("rate_per_minute", 1),
-    "keep": ("keep_s", 3600),
-    "keep_gb": ("keep_bytes", 1e9),
-}
-"""Options of bounds: the field, and what a unit of the option is in the field's."""
 
 
 def _option(kind: Any, flag: str, text: str) -> Any:
@@ -83,9 +74,26 @@ SERVING = OptionsOf(
 """Settings of a server: type, default, range and meaning are `ServeSettings`'."""
 
 
+BOUNDS = OptionsOf(
+    Limits,
+    ("queue", "queue_s", "rate_per_minute", "keep_s", "keep_bytes"),
+    {
+        "keep_s": _option(float | None, "--keep", "hours that finished jobs are kept; default: 24"),
+        "keep_bytes": _option(
+            float | None, "--keep-gb", "of pictures that are kept; the oldest go first; default: 10"
+        ),
+    },
+    {"queue_s": "--queue-seconds", "rate_per_minute": "--rate"},
+    only_given=True,
+)
+"""Bounds with options of their own; what is not given is left to the file of --limits."""
+UNITS = {"keep_s": 3600, "keep_bytes": 1e9}
+"""What a unit of such an option is in its field's."""
+
+
 @dataclass(frozen=True)
 class ServeOptions:
-    """What is no setting of one server: its bounds, its logs, and where it runs."""
+    """What is no setting of one server: its keys, its other bounds, its logs, and where it runs."""
 
     make_key: Annotated[
         str | None, typer.Option(help="add a key of this name to --api-key-file, print it, and end")
@@ -97,21 +105,6 @@ class ServeOptions:
     limit: Annotated[
         list[str] | None,
         typer.Option(help="NAME=VALUE of one bound, over the file's; may be given again"),
-    ] = None
-    queue: Annotated[
-        int | None, typer.Option(min=1, help="pictures that may wait; more are refused; default: 256")
-    ] = None
-    queue_seconds: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="seconds of work that may wait, by the speed measured; default: 3600"),
-    ] = None
-    rate: Annotated[float | None, typer.Option(min=0.01, help="new jobs a minute with one key; 1200")] = None
-    keep: Annotated[float | None, typer.Option(min=0.001, help="hours that finished jobs are kept; 24")] = (
-        None
-    )
-    keep_gb: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="of pictures that are kept; the oldest go first; default: 10"),
     ] = None
     provenance: Annotated[bool, typer.Option(envvar="DARKROOM_PROVENANCE", help=PROVENANCE_HELP)] = True
     log_format: Annotated[str, typer.Option(help="text or json")] = "text"
@@ -139,6 +132,7 @@ def serve(
     model: Annotated[list[str] | None, typer.Argument(help=MODELS_HELP)] = None,
     *,
     settings: Annotated[dict[str, Any], SERVING],
+    bounds: Annotated[dict[str, Any], BOUNDS],
     asked: ServeOptions,
 ) -> None:
     """Serve pictures: a page, APIs and durable jobs.
@@ -154,7 +148,7 @@ def serve(
     if asked.make_key is not None:
         print(_new_key(settings["key_file"], asked.make_key))
         return
-    said = {"model": model, **settings, **asdict(asked)}
+    said = {"model": model, **settings, **bounds, **asdict(asked)}
     _check(said)
     from darkroom.serve.logs import set_up as set_up_logs
 
@@ -225,8 +219,6 @@ def _limits(said: dict[str, Any]) -> Limits:
     """The file of --limits, then each --limit NAME=VALUE, then the options that have a name of their own."""
     from pydantic import ValidationError
 
-    from darkroom.serve.settings import Limits
-
     limits = {} if said["limits"] is None else _limits_file(said["limits"])
     for one in said["limit"] or ():
         name, equals, value = one.partition("=")
@@ -234,10 +226,10 @@ def _limits(said: dict[str, Any]) -> Limits:
             known = ", ".join(sorted(set(Limits.model_fields) - {"keys"}))
             raise InputError(f"--limit {one}", allowed=f"NAME=VALUE, NAME one of {known}")
         limits[name] = value
-    for option, (name, factor) in OWN_OPTIONS.items():
-        if said[option] is not None:
-            value = said[option] * factor
-            limits[name] = int(value) if name in ("queue", "keep_bytes") else value
+    for name in BOUNDS.names:
+        if said[name] is not None:
+            value = said[name] * UNITS.get(name, 1)
+            limits[name] = int(value) if name == "keep_bytes" else value
     queue = limits.get("queue", Limits.model_fields["queue"].default)
     if "queue_per_key" not in limits and isinstance(queue, int):
         limits["queue_per_key"] = max(1, queue // 2) if said["key_file"] is not None else queue
