@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -70,13 +70,13 @@ def train(
         check_settings(recipe, started_together())
     with joined(recipe.parallel) as ranks:
         say = console if ranks.first else _nothing
+        launch = _Launch(recipe, feed, say, ranks)
         if recipe.phases:
             if resume != "auto":
                 raise InputError(f"--resume {resume} with phases", allowed="auto")
             again = partial(train, feed=feed, estimate=estimate, console=console)
-            return _train_phases(recipe.in_phases(Path(out)), recipe.budget, again, say)
+            return launch.phases(Path(out), again)
         place = _place(ranks, Path(out), resume, recipe.checkpoint, say)
-        launch = _Launch(recipe, feed, say, ranks)
         if place.run is None:
             return launch.begin(place, estimate)
         with _held(place.run, ranks):
@@ -148,6 +148,29 @@ class _Launch:
     feed: Feed | OpenFeed | None
     say: Say
     ranks: Ranks
+
+    def phases(self, out: Path, one: Callable[..., TrainResult]) -> TrainResult:
+        """Train all phases with `one`; the same call again goes on in the phase where it stopped.
+
+        The budget is that of all phases together.
+        """
+        budget = self.recipe.budget
+        result: TrainResult | None = None
+        used = None
+        for folder, phase in self.recipe.in_phases(out):
+            if used is not None:
+                left = budget.less(used)
+                if left is None:
+                    raise Stopped(f"{budget.spent(used)} is spent by the phases; say a larger one to go on")
+                phase = phase.model_copy(update={"budget": left})
+            self.say(
+                f"{folder.name}: {phase.train.steps} steps of {phase.train.global_batch} pictures, "
+                f"{phase.data.resolution} px"
+            )
+            result = one(phase, out=folder)
+            used = result.bill if used is None else used + result.bill
+        assert result is not None
+        return result
 
     def begin(self, place: _Place, estimate: Estimate | None) -> TrainResult:
         """Make a new run, and train it."""
@@ -369,34 +392,6 @@ def _state(run: Run, places: Sequence[CheckpointStorage], step: int | None, say:
         if kept.step == step:
             return place.load(kept)
     raise InputError(f"no checkpoint of step {step}", allowed=", ".join(str(kept.step) for kept, _ in there))
-
-
-def _train_phases(
-    phases: Iterable[tuple[Path, Recipe]],
-    budget: BudgetSettings,
-    one: Callable[..., TrainResult],
-    say: Callable[[str], None],
-) -> TrainResult:
-    """Train all phases with `one`; the same call again goes on in the phase where it stopped.
-
-    The budget is that of all phases together.
-    """
-    result: TrainResult | None = None
-    used = None
-    for folder, phase in phases:
-        if used is not None:
-            left = budget.less(used)
-            if left is None:
-                raise Stopped(f"{budget.spent(used)} is spent by the phases; say a larger one to go on")
-            phase = phase.model_copy(update={"budget": left})
-        say(
-            f"{folder.name}: {phase.train.steps} steps of {phase.train.global_batch} pictures, "
-            f"{phase.data.resolution} px"
-        )
-        result = one(phase, out=folder)
-        used = result.bill if used is None else used + result.bill
-    assert result is not None
-    return result
 
 
 @dataclass(frozen=True)
