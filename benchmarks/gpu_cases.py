@@ -29,7 +29,7 @@ from darkroom.errors import InputError
 from darkroom.hardware import machine
 from darkroom.hardware.memory import PeakMemory
 from darkroom.measure.drawing import Workload
-from darkroom.measure.optimisations import DEVICE_LOST, bench_optimisations, let_go, why_not
+from darkroom.measure.optimisations import DEVICE_LOST, bench_optimisations, free_memory, why_not
 from darkroom.measure.pretraining import SwitchedStep, bench_pretraining
 from darkroom.measure.timing import Measurement, Timing, append_csv, measurement, synchronise
 from darkroom.models.tokenizer import tokenizer_or_stand_in
@@ -70,7 +70,7 @@ class Lab:
         name = f"{family} {precision or self.half}"
         if name not in self._models:
             self._models.clear()
-            let_go(self.device)
+            free_memory(self.device)
             if self.tiny:
                 model = models.create("tiny", device=self.device, overrides=TINY)
             else:
@@ -89,7 +89,7 @@ class Lab:
         """Nothing of earlier cases stays on the device."""
         self._models.clear()
         torch.compiler.reset()
-        let_go(self.device)
+        free_memory(self.device)
 
     def row(self, benchmark: str, case: str, seconds: Iterable[float] = (), **more: Any) -> Measurement:
         """A row of seconds, or of none where something was only tried."""
@@ -126,7 +126,7 @@ def tried(lab: Lab, benchmark: str, paths: dict[str, Callable[[], object]]) -> R
         except Exception as error:
             yield lab.row(benchmark, name, note=why_not(error))
             del error
-        let_go(lab.device)
+        free_memory(lab.device)
 
 
 # ---- every path once

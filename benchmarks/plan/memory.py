@@ -118,7 +118,7 @@ def _training(content: dict[str, Any], rows: int) -> Callable[[], None]:
     from darkroom import models
     from darkroom.plan.settings import encodes
     from darkroom.plan.tracing import outline
-    from darkroom.plan.training import _columns, _NoStore, _without_files, reads_text, resting
+    from darkroom.plan.training import _columns, _NoStore, _without_files, offloaded, reads_text
     from darkroom.recipe import make_recipe
     from darkroom.train import model as build
     from darkroom.train import setup as job
@@ -138,8 +138,8 @@ def _training(content: dict[str, Any], rows: int) -> Callable[[], None]:
         text = reads_text(data, task)
         if not inline:
             task._encode = None
-        idle = resting(model, task, text=text, inline=inline)
-        job.rest([model.modules[name] for name in idle], Path(tempfile.mkdtemp()))
+        idle = offloaded(model, task, text=text, inline=inline)
+        job.offload_mmap([model.modules[name] for name in idle], Path(tempfile.mkdtemp()))
         step = job.bare_step(
             task, train=recipe.train, optim=recipe.optim, micro_batch=rows, dtype=torch.float32
         )

@@ -26,7 +26,7 @@ from darkroom.train import setup
 from darkroom.train.data.masks import Masks
 from darkroom.train.distributed import ddp_fsdp
 from darkroom.train.distributed.ranks import ALONE, Ranks
-from darkroom.train.memory import rest
+from darkroom.train.memory import offload_mmap
 from darkroom.train.step import DTYPES
 from darkroom.train.tasks import repa
 from darkroom.train.tasks.extractor import ExtractorModel
@@ -77,7 +77,7 @@ class Made:
         if recipe.frozen_text:
             setup.halve_text(self.model, self.dtype)
         # Weights that seldom run are laid into a file on a CPU alone.
-        assert rest(setup._seldom_run(self.model, self.task), Path("/nowhere")) == 0
+        assert offload_mmap(setup._seldom_run(self.model, self.task), Path("/nowhere")) == 0
         self.step = setup.bare_step(
             self.task,
             train=recipe.train,

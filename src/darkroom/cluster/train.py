@@ -31,7 +31,7 @@ from darkroom.cluster.elastic import (
 from darkroom.cluster.feed import online
 from darkroom.cluster.mail import Mail
 from darkroom.cluster.private_ray import private, to_extend
-from darkroom.cluster.seen import stores_here
+from darkroom.cluster.shared_store import stores_here
 from darkroom.cluster.worker import LOST, TICK_S, work
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped
 from darkroom.hardware.system import on_stop_signal

@@ -120,8 +120,8 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
         if others:
             other = profile_of(others[0], (2, 3), cpu=not gpu, parameters=parameters, trained=0)
             counted = _in_turns(counted, other, turns.values())
-        idle = [] if gpu else resting(model, task, text=text, inline=inline)
-        steps = _rested(counted.moments, model, idle, random=recipe.model.base in FAMILIES)
+        idle = [] if gpu else offloaded(model, task, text=text, inline=inline)
+        steps = _with_offload(counted.moments, model, idle, random=recipe.model.base in FAMILIES)
     return replace(counted, moments=(*steps, *moments))
 
 
@@ -382,7 +382,7 @@ def _told(model: Model, rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor
 # ---- meanwhile
 
 
-def resting(model: Model, task: Task, *, text: bool, inline: bool) -> list[str]:
+def offloaded(model: Model, task: Task, *, text: bool, inline: bool) -> list[str]:
     """The parts that a CPU lays into a file while it trains, because no step runs them.
 
     `text`: its states come from a column; `inline`: pictures are encoded at each step.
@@ -395,7 +395,7 @@ def resting(model: Model, task: Task, *, text: bool, inline: bool) -> list[str]:
     return names if _held_bytes([model.modules[name] for name in names]) >= LEAST_BYTES else []
 
 
-def _rested(
+def _with_offload(
     moments: Collection[Moment], model: Model, names: Collection[str], *, random: bool
 ) -> tuple[Moment, ...]:
     """The moments of steps while these parts rest; random weights were all in memory before."""

@@ -159,7 +159,7 @@ class Abandoned(Exception):
     """Pictures are not worth waiting for when the user wants to stop."""
 
 
-class Looking:
+class Evaluator:
     """Looks with the averaged weights, in evaluation mode; what it takes is in the bill by kind."""
 
     def __init__(

@@ -30,7 +30,7 @@ from darkroom.train.checkpoint.storage import CheckpointStorage, RemotePlace, ne
 from darkroom.train.checks import check_settings
 from darkroom.train.data.feed import Feed, OpenFeed
 from darkroom.train.data.local_dataset import class_note, forget, has_own_store, store_path
-from darkroom.train.data.precomputed import let_go, settled
+from darkroom.train.data.precomputed import release_pins, settled
 from darkroom.train.distributed.ranks import ALONE, RankLost, Ranks, joined, started_together
 from darkroom.train.evaluation import KIND as BEST
 from darkroom.train.exports import Exporter, described_base, write_adapter_file
@@ -265,7 +265,7 @@ def _undone(data: DataSettings, run: Path, ranks: Ranks) -> Iterator[None]:
         yield
     except BaseException as error:
         if ranks.first:
-            let_go(data, run)
+            release_pins(data, run)
         if isinstance(error, InputError):
             forget(run)
         raise

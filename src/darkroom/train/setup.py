@@ -75,7 +75,7 @@ from darkroom.train.memory import (
     ESTIMATED,
     choose_micro_batch,
     forget_inputs,
-    rest,
+    offload_mmap,
     try_micro_batches,
 )
 from darkroom.train.model import build_model
@@ -160,7 +160,7 @@ def make_job(
     check_base(base, pinned.base, recipe.model, places)
     if device.type != "cpu" and recipe.frozen_text:
         halve_text(model, site.dtype)
-    rest(_seldom_run(model, task), pinned.run)
+    offload_mmap(_seldom_run(model, task), pinned.run)
     notes += _trained_share(recipe.task, task)
     heldout, held_notes = _heldout(task, data, store, held_rows, recipe.evaluate.rows, device)
     calibration = _calibration(task, store, train_rows, side, device)
