@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from darkroom.errors import RecipeError
 from darkroom.recipe import make_recipe, read_recipe
 from darkroom.recipe.read import recipe_of
+from darkroom.recipe.sections import with_new_names
 
 GOOD = """
 task: pretrain
@@ -246,3 +250,13 @@ def test_old_names_of_keys_are_read_with_a_line_that_names_the_new_ones(tmp_path
     assert recipe_of(of_before, tmp_path).model_dump(mode="json") == today
     with pytest.raises(RecipeError, match=r"data\.ahead: no such key"):
         recipe_of({**today, "data": {**today["data"], "ahead": 5}}, tmp_path)
+
+
+def test_recipes_that_come_with_darkroom_have_todays_names():
+    root = Path(__file__).resolve().parents[2]
+    files = [file for folder in ("recipes", "src", "benchmarks") for file in (root / folder).rglob("*.yaml")]
+    contents = {file: yaml.safe_load(file.read_text("utf-8")) for file in files}
+    recipes = {file: content for file, content in contents.items() if isinstance(content, dict)}
+    assert len(recipes) >= 20
+    assert {file: old for file, content in recipes.items() if (old := with_new_names(content)[1])} == {}
+    assert with_new_names({"optim": {"decay": "cosine"}})[1], "the control"
