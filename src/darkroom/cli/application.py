@@ -76,6 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 RENAMED = {
     "serve": {"--slots": "--max-loras", "--patience": "--adapter-affinity-timeout"},
+    "plan": {"--head": "--recipe-header"},
     "prepare": {"--grows": "--wait-for-autoscaler"},
     "train": {"--grows": "--wait-for-autoscaler"},
 }

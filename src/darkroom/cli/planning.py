@@ -149,7 +149,10 @@ def plan(
         bool, typer.Option("--advise", help="search for the cheapest and fastest plan")
     ] = False,
     head: Annotated[
-        str | None, typer.Option(help="the comment a recipe quotes its plan in, on 'A10G, 8 x A100-80'")
+        str | None,
+        typer.Option(
+            "--recipe-header", help="the comment a recipe quotes its plan in, on 'A10G, 8 x A100-80'"
+        ),
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="put that comment into the recipe")] = False,
     plot: Annotated[
@@ -296,7 +299,7 @@ def _head(job: str, overrides: list[str], on: str, write: bool, as_json: bool) -
     from darkroom.plan import recipe_header as head
 
     if job in JOBS:
-        raise InputError(f"{job} --head", allowed="a recipe file")
+        raise InputError(f"{job} --recipe-header", allowed="a recipe file")
     if write:
         head.write(Path(job), overrides, on)
     block = list(head.head(Path(job), overrides, on))
