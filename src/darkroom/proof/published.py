@@ -35,7 +35,7 @@ from darkroom.proof.published_training import (
     mosaic_days,
     mosaic_rates,
 )
-from darkroom.proof.rows import PublishedTable, PublishedValue
+from darkroom.proof.tables import PublishedTable, PublishedValue
 
 B_READING = (
     "reading B for every row: prior preservation doubles the batch, VAE and text encoder in float32, AdamW "

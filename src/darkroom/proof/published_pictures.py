@@ -11,7 +11,7 @@ from darkroom.plan.jobs import Where, batch_seconds, largest_rows, step_seconds
 from darkroom.plan.roofline import Efficiency, Software
 from darkroom.proof import tables as t
 from darkroom.proof.peers import OthersStep, others_profile, picture_profile, pictures_of_2022
-from darkroom.proof.rows import Predict, PublishedValue, card, constant, power_of_two
+from darkroom.proof.tables import Predict, PublishedValue, card, constant, power_of_two
 
 TRACED_HOST = 0.6  # torch.jit.trace takes the Python out of a forward pass, the dispatcher stays
 
