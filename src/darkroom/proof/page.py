@@ -369,10 +369,10 @@ def _checked(path: Path) -> Path:
 
 # ---- the same work with darkroom's own software on the same card, planned with an 80 % interval
 #
-# Only where the task is the same: half precision against half precision, a pre-training step on stored latents
-# against one, one LoRA step against one (darkroom has stored latents and text beforehand, the published script
-# encoded them at each step, which the page says). Where the published run did something else (single precision,
-# pre-training with encoders at each step, a job's start) there is no such figure.
+# Only where the task is the same: half precision against half precision, a pre-training step on stored
+# latents against one, one LoRA step against one (darkroom has stored latents and text beforehand, the
+# published script encoded them at each step, which the page says). Where the published run did something
+# else (single precision, pre-training with encoders at each step, a job's start) there is no such figure.
 
 HALF = Software("fp16")  # as darkroom draws: channels last, fused attention
 

@@ -295,9 +295,9 @@ MLPERF = {
 
 # ---- a published value with what the plan says of it, and a table of them
 #
-# A prediction is a function of the efficiencies, so that the fit (benchmarks/plan/fit.py) and the proof use the
-# same code. `fitted` rows are those whose value the fit has seen; the proof counts the others alone, and of
-# those none that another row's published value gives (`derived`).
+# A prediction is a function of the efficiencies, so that the fit (benchmarks/plan/fit.py) and the proof use
+# the same code. `fitted` rows are those whose value the fit has seen; the proof counts the others alone, and
+# of those none that another row's published value gives (`derived`).
 
 Predict = Callable[[Efficiency], float]
 
