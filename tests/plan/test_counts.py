@@ -92,7 +92,7 @@ NO_EFFECT = {
         "log_every": 3, "compile": "whole", "tf32": True, "cudnn_benchmark": True,
     },
     "optim": {"lr": 3e-4, "warmup_steps": 2, "lr_schedule": "cosine", "final_lr_ratio": 0.1},
-    "data": {"filter": "width > 8", "holdout": 2, "workers": 1, "ahead": 2, "store": "another"},
+    "data": {"filter": "width > 8", "holdout": 2, "workers": 1, "prefetch_batches": 2, "store": "another"},
     "sample": {"seed": 4, "steps": 9, "solver": "ddim"},
     "parallel": {"reduce": "bf16", "shard": "full"},
     "checkpoint": {"every": 9},
