@@ -20,8 +20,7 @@ import torch
 
 from darkroom import models, sample
 from darkroom.hardware import machine
-from darkroom.quickstart.journey import FULL, TOY, quickstart
-from darkroom.quickstart.score import score
+from darkroom.quickstart.journey import FULL, TOY, quickstart, score
 from darkroom.quickstart.shapes import held_out
 from darkroom.recipe import make_recipe
 from darkroom.train import train

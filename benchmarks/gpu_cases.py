@@ -29,7 +29,7 @@ from darkroom.errors import InputError
 from darkroom.hardware import machine
 from darkroom.hardware.memory import PeakMemory
 from darkroom.measure.drawing import Workload
-from darkroom.measure.optimisations import DEVICE_LOST, bench_optimisations, let_go, why_not
+from darkroom.measure.optimisations import DEVICE_LOST, bench_optimisations, free_memory, why_not
 from darkroom.measure.pretraining import SwitchedStep, bench_pretraining
 from darkroom.measure.timing import Measurement, Timing, append_csv, measurement, synchronise
 from darkroom.models.tokenizer import tokenizer_or_stand_in
@@ -70,7 +70,7 @@ class Lab:
         name = f"{family} {precision or self.half}"
         if name not in self._models:
             self._models.clear()
-            let_go(self.device)
+            free_memory(self.device)
             if self.tiny:
                 model = models.create("tiny", device=self.device, overrides=TINY)
             else:
@@ -89,7 +89,7 @@ class Lab:
         """Nothing of earlier cases stays on the device."""
         self._models.clear()
         torch.compiler.reset()
-        let_go(self.device)
+        free_memory(self.device)
 
     def row(self, benchmark: str, case: str, seconds: Iterable[float] = (), **more: Any) -> Measurement:
         """A row of seconds, or of none where something was only tried."""
@@ -126,7 +126,7 @@ def tried(lab: Lab, benchmark: str, paths: dict[str, Callable[[], object]]) -> R
         except Exception as error:
             yield lab.row(benchmark, name, note=why_not(error))
             del error
-        let_go(lab.device)
+        free_memory(lab.device)
 
 
 # ---- every path once
@@ -178,7 +178,7 @@ def _training_paths(lab: Lab) -> dict[str, Callable[[], object]]:
     paths["train bf16 fused_backward"] = lambda: step(
         "bf16", micro=4, optim={"fused_backward": True, "clip_norm": None}
     )
-    paths["train bf16 skip"] = lambda: step("bf16", on_nan="skip")
+    paths["train bf16 skip"] = lambda: step("bf16", nonfinite_policy="skip")
     paths["train float32 as on the CPU"] = lambda: _steps_as_on_the_cpu(lab)
     return paths
 
@@ -640,11 +640,10 @@ def stand_in_for_stores() -> None:
 def _planned(lab: Lab, name: str, content: dict[str, Any], rows: int) -> Measurement:
     stand_in_for_stores()
     from darkroom.plan.ask import ask_recipe_object, plans
-    from darkroom.plan.memory import reads_text
     from darkroom.plan.settings import encodes
     from darkroom.plan.targets import Target
     from darkroom.plan.tracing import outline
-    from darkroom.plan.training import _columns, _NoStore, _without_store
+    from darkroom.plan.training import _columns, _NoStore, _without_files, reads_text
     from darkroom.recipe import make_recipe
     from darkroom.train import model as build
     from darkroom.train import setup
@@ -657,7 +656,8 @@ def _planned(lab: Lab, name: str, content: dict[str, Any], rows: int) -> Measure
     overrides = build.family_changes(recipe.task, recipe.model, side, None)
     model = models.create(recipe.model.base, parts=parts, overrides=overrides, device=lab.device)
     model.tokenizers = outline(recipe.task, recipe.model, recipe.objective, side).tokenizers
-    task: Any = setup.make_task(_without_store(recipe), model, _NoStore(), device)
+    changes = _without_files(data, recipe.train, recipe.model, recipe.adapter)
+    task: Any = setup.make_task(recipe.model_copy(update=changes), model, _NoStore(), device)
     task._encode = None
     step = setup.bare_step(
         task, train=recipe.train, optim=recipe.optim, micro_batch=rows, dtype=torch.bfloat16

@@ -1,4 +1,4 @@
-"""The walls: which room may import which, how quick an import is, and that nothing heavy comes along."""
+"""Import rules: which package may import which, how quick an import is, that nothing heavy comes along."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "darkroom"
 
 LEVELS = (
     {"errors", "hush", "late_imports"},
-    {"hardware", "counting", "progress"},
+    {"hardware", "counting"},
     {"bill", "tables", "options"},
     {"run", "picture_settings"},
     {"models", "data"},
@@ -31,10 +31,10 @@ LEVELS = (
     {"cli"},
     {"__main__"},
 )
-"""From left to right: a room imports rooms of earlier levels and itself."""
+"""From left to right: a package imports packages of earlier levels and itself."""
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
@@ -43,8 +43,8 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imported_rooms(path: Path) -> set[str]:
-    rooms: set[str] = set()
+def imported_siblings(path: Path) -> set[str]:
+    packages: set[str] = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -54,25 +54,25 @@ def imported_rooms(path: Path) -> set[str]:
             names = [node.module]
         else:
             continue
-        rooms |= {name.split(".")[1] for name in names if name.startswith("darkroom.")}
-    return rooms
+        packages |= {name.split(".")[1] for name in names if name.startswith("darkroom.")}
+    return packages
 
 
 def wrong_imports(path: Path) -> set[str]:
-    room = room_of(path)
-    level = next(i for i, rooms in enumerate(LEVELS) if room in rooms)
-    allowed = {room}.union(*LEVELS[:level])
-    return imported_rooms(path) - allowed
+    package = package_of(path)
+    level = next(i for i, packages in enumerate(LEVELS) if package in packages)
+    allowed = {package}.union(*LEVELS[:level])
+    return imported_siblings(path) - allowed
 
 
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "__init__.py" or path.parent != SOURCE)
 
 
-def test_a_room_imports_only_rooms_to_its_left():
+def test_a_package_imports_only_packages_to_its_left():
     assert {str(path): wrong for path in FILES if (wrong := wrong_imports(path))} == {}
 
 
-def test_the_wall_is_no_paper_wall(tmp_path, monkeypatch):
+def test_an_import_from_the_right_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "store.py").write_text(
@@ -127,7 +127,7 @@ def test_no_modules_import_each_other_in_a_circle(tmp_path):
 
 
 def test_only_the_command_line_imports_the_published_systems():
-    importing = {room_of(path) for path in FILES if "proof" in imported_rooms(path)}
+    importing = {package_of(path) for path in FILES if "proof" in imported_siblings(path)}
     assert importing <= {"proof", "cli"}
 
 
@@ -143,7 +143,7 @@ def test_a_plan_of_kept_counts_needs_no_torch():
 
 
 def test_only_the_cluster_imports_ray():
-    users = {room_of(path) for path in FILES if "import ray" in path.read_text()}
+    users = {package_of(path) for path in FILES if "import ray" in path.read_text()}
     assert users <= {"cluster"}
 
 
@@ -198,7 +198,7 @@ def imported_at_once(path: Path) -> set[str]:
 
 
 def test_without_extras_every_package_but_the_server_can_be_imported():
-    users = {room_of(path) for path in FILES if imported_at_once(path) & EXTRAS}
+    users = {package_of(path) for path in FILES if imported_at_once(path) & EXTRAS}
     assert users == {"serve"}
 
 
@@ -383,11 +383,12 @@ HOLDS = {"Tensor", "Module"}
 def shown_fields() -> dict[str, set[str]]:
     """The dataclasses that say in their `repr` what they hold, and the names in their fields' types."""
     found = {}
-    for path in (one for room in ("models", "sample", "serve") for one in (SOURCE / room).rglob("*.py")):
+    held = ("models", "sample", "serve")
+    for path in (one for package in held for one in (SOURCE / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             for mark in node.decorator_list if isinstance(node, ast.ClassDef) else ():
-                told = {one.arg: ast.unparse(one.value) for one in getattr(mark, "keywords", ())}
-                if ast.unparse(mark).startswith("dataclass") and told.get("repr") != "False":
+                text = {one.arg: ast.unparse(one.value) for one in getattr(mark, "keywords", ())}
+                if ast.unparse(mark).startswith("dataclass") and text.get("repr") != "False":
                     fields = [one.annotation for one in node.body if isinstance(one, ast.AnnAssign)]
                     words = {word for one in fields for word in re.findall(r"\w+", ast.unparse(one))}
                     found[f"{path.relative_to(SOURCE)}:{node.name}"] = words
@@ -448,25 +449,22 @@ def test_a_function_that_only_its_own_file_calls_is_private(tmp_path):
 
 
 RECIPE_IS_ONE_ARGUMENT = {
-    # the recipe itself: rules that hold across sections, and recipes made of a recipe
-    *("recipe/rules.py:check_together", "recipe/phases.py:phase_recipes", "recipe/phases.py:sweep_recipe"),
+    "recipe/rules.py:check_together",  # rules that hold across sections
     # a run: begun, gone on with, in phases, in a sweep, in the workers of a cluster
-    *("train/run.py:train", "train/run.py:_begin", "train/run.py:_go_on"),
-    *("train/run.py:_train_phases", "train/run.py:sweep", "cluster/train.py:train"),
+    *("train/run.py:train", "train/run.py:_Launch", "train/run.py:sweep"),
+    "cluster/train.py:train",
     # what is put together of it
     *("train/checks.py:check_settings", "train/setup.py:make_job", "train/setup.py:make_task"),
     "train/jobs.py:TrainingSetup",
-    # what is made of it at the end, and what is told of it there
-    *("train/exports.py:write_results", "train/exports.py:write_whole_model"),
-    "train/exports.py:trained_adapter",
+    # what is made of it at the end
+    "train/exports.py:Exporter",
     # the same run, counted instead of made
     *(
         "plan/settings.py:settings_of",
         "plan/settings.py:as_counted",
         "plan/training.py:profile_recipe",
-        "plan/training.py:_without_store",
     ),
-    *("plan/ask.py:ask_recipe_object", "plan/ask.py:planner.ask", "plan/run_estimate.py:estimate_run"),
+    *("plan/ask.py:ask_recipe_object", "plan/ask.py:planner.ask", "plan/ask.py:estimate_run"),
     # the same run, measured
     *("measure/training.py:bench_train", "measure/profiling.py:profile_recipe"),
 }
@@ -477,8 +475,8 @@ def holders_of_recipes(path: Path) -> set[str]:
     """Functions with a parameter, and classes with a field, that is a whole recipe or is called one."""
 
     def is_recipe(name: str, annotation: ast.expr | None) -> bool:
-        told = "" if annotation is None else ast.unparse(annotation)
-        return bool(re.search(r"\bRecipe\b", told)) or (name == "recipe" and told in ("", "Any", "object"))
+        text = "" if annotation is None else ast.unparse(annotation)
+        return bool(re.search(r"\bRecipe\b", text)) or (name == "recipe" and text in ("", "Any", "object"))
 
     def walk(node: ast.AST, way: str) -> set[str]:
         found: set[str] = set()

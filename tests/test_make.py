@@ -195,9 +195,9 @@ def test_the_tests_of_what_changed(tmp_path):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
     (tmp_path / "tests/data/conftest.py").touch()
-    walls = "tests/test_import_rules.py"
-    assert set(make.tests_of(["src/darkroom/train/step.py"], tmp_path)) == {"tests/train", walls}
-    assert set(make.tests_of(["src/darkroom/bill.py"], tmp_path)) == {"tests/test_bill.py", walls}
+    rules = "tests/test_import_rules.py"
+    assert set(make.tests_of(["src/darkroom/train/step.py"], tmp_path)) == {"tests/train", rules}
+    assert set(make.tests_of(["src/darkroom/bill.py"], tmp_path)) == {"tests/test_bill.py", rules}
     assert make.tests_of(["tests/data/test_store.py", "docs/plan.md"], tmp_path) == [
         "tests/data/test_store.py"
     ]

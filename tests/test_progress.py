@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from darkroom import progress as module
-from darkroom.progress import progress
+from darkroom.cli import application
+from darkroom.cli.application import progress_bar
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from darkroom.progress import progress
 def test_slow_jobs_say_seconds_each_and_what_is_left(done, total, seconds, line, monkeypatch, capsys):
     clock = iter([100.0, 100.0 + seconds])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(module, "LINE_EVERY_S", 0.0)
-    with progress("denoise") as advance:
+    monkeypatch.setattr(application, "LINE_EVERY_S", 0.0)
+    with progress_bar("denoise", quiet=False) as advance:
         advance(done, total)
     assert capsys.readouterr().err == line + "\n"

@@ -70,7 +70,7 @@ def material(folder: Path, sizes: Sizes) -> tuple[Path, Path]:
     from darkroom import models
     from darkroom.data.importers import import_pictures
     from darkroom.data.store import Store
-    from darkroom.measure.importing import make_source
+    from darkroom.measure.loading import make_source
     from darkroom.prepare.job import prepare
 
     vae = {

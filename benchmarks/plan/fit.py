@@ -28,7 +28,7 @@ from scipy.optimize import least_squares, minimize
 from darkroom.plan import intervals, roofline
 from darkroom.plan.roofline import Efficiency
 from darkroom.proof import published
-from darkroom.proof.rows import PublishedTable, PublishedValue
+from darkroom.proof.tables import PublishedTable, PublishedValue
 
 PULL = 0.03
 ROWS = 8  # of each table, evenly taken

@@ -116,10 +116,9 @@ def _training(content: dict[str, Any], rows: int) -> Callable[[], None]:
     import torch
 
     from darkroom import models
-    from darkroom.plan.memory import reads_text, resting
     from darkroom.plan.settings import encodes
     from darkroom.plan.tracing import outline
-    from darkroom.plan.training import _columns, _NoStore, _without_store
+    from darkroom.plan.training import _columns, _NoStore, _without_files, offloaded, reads_text
     from darkroom.recipe import make_recipe
     from darkroom.train import model as build
     from darkroom.train import setup as job
@@ -134,12 +133,13 @@ def _training(content: dict[str, Any], rows: int) -> Callable[[], None]:
         parts = ("unet", "vae", "text_encoder")
         model = models.create(recipe.model.base, parts=parts, overrides=overrides)
         model.tokenizers = layout.tokenizers
-        task = job.make_task(_without_store(recipe), model, _NoStore(), cpu)
+        changes = _without_files(data, recipe.train, recipe.model, recipe.adapter)
+        task = job.make_task(recipe.model_copy(update=changes), model, _NoStore(), cpu)
         text = reads_text(data, task)
         if not inline:
             task._encode = None
-        idle = resting(model, task, text=text, inline=inline)
-        job.rest([model.modules[name] for name in idle], Path(tempfile.mkdtemp()))
+        idle = offloaded(model, task, text=text, inline=inline)
+        job.offload_mmap([model.modules[name] for name in idle], Path(tempfile.mkdtemp()))
         step = job.bare_step(
             task, train=recipe.train, optim=recipe.optim, micro_batch=rows, dtype=torch.float32
         )

@@ -78,7 +78,7 @@ def aligned_with(told: argparse.Namespace) -> Path:
         "task": "extractor",
         "data": {"store": str(told.store), "crop": "random", "flip": True, **DATA},
         "objective": {"extractor": {"network": {"width": 16, "levels": 4}}},
-        "optim": {"lr": 2e-3, "warmup_steps": 20, "decay": "cosine"},
+        "optim": {"lr": 2e-3, "warmup_steps": 20, "lr_schedule": "cosine"},
         "train": {"steps": told.extractor_steps, "global_batch": 64, "log_every": 50},
     }
     train(make_recipe(content), out=folder)
@@ -104,7 +104,12 @@ def content_of(told: argparse.Namespace, name: str, seed: int, steps: int, extra
             "seed": seed,
         },
         "data": {"store": str(told.store), "caption_dropout": 0.1, **DATA},
-        "optim": {"lr": 2e-3, "text_encoder_lr": 5e-4, "warmup_steps": min(30, steps), "decay": "cosine"},
+        "optim": {
+            "lr": 2e-3,
+            "text_encoder_lr": 5e-4,
+            "warmup_steps": min(30, steps),
+            "lr_schedule": "cosine",
+        },
         "train": {
             "steps": steps,
             "global_batch": told.batch,

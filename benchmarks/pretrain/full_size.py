@@ -50,7 +50,7 @@ def overrides(store: Path, given: Any) -> list[str]:
         f"train.precision={given.precision}",
         f"train.gradient_checkpointing={str(given.checkpointing).lower()}",
         "train.log_every=1",
-        "train.on_nan=stop",
+        "train.nonfinite_policy=stop",
         "train.device=cpu",
         "parallel.mode=none",
         f"checkpoint.every={10**6}",

@@ -76,6 +76,7 @@ SOLVERS: dict[str, Solver] = {
     "lcm": Solver(("LCM",), "LCMScheduler", "leading", knows=_CLIP),
 }
 """Every solver once: the command line, the server, the page, pictures' texts and the tests read this."""
+PRECISION_TEXT = "float32, bf16, fp16, int8 with openvino, or auto: bf16 where it is quick"
 SOLVER_NAMES = tuple(SOLVERS)
 FLOW_SOLVER_NAMES = ("flow_euler", "flow_heun", "flow_dpmpp_2m")
 SAMPLERS: dict[str, tuple[str, bool | None]] = {

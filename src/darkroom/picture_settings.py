@@ -1,4 +1,5 @@
-"""`GenerateSettings`: how pictures are made, with every default, range and meaning once.
+"""`GenerateSettings`: how pictures are made, and `PictureSettings`: which ones are planned. Every default,
+range and meaning stands here once.
 
 The command line's options are generated from it, so nothing heavy is imported here.
 """
@@ -188,3 +189,22 @@ def checked(cls: type[Settings], given: dict[str, Any], prefix: str = "") -> Set
         name = ".".join(str(part) for part in first["loc"])
         allowed = first["msg"].removeprefix("Input should be ")
         raise InputError(f"{prefix}{name}: {first.get('input')!r}", allowed=allowed) from error
+
+
+class PictureSettings(BaseModel):
+    """Pictures that are planned, and how they are made."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+    model: str = Field("sd15", description="jobs: a family or a model folder")
+    size: str = Field("512x512", description="generate, serve: the pictures' size")
+    steps: int = Field(DEFAULT_STEPS, ge=1, description="generate, serve: denoising steps")
+    guidance: float | None = Field(
+        None, ge=0, description="generate, serve: above 1 doubles the work; None: the model's own or 7.5"
+    )
+    batch: int = Field(1, ge=1, description="generate: pictures at once")
+    attention: str = Field("fused", description="generate, serve: fused or plain")
+    channels_last: bool | None = Field(
+        None, description="generate, serve: memory layout; None: in half precisions"
+    )
+    pictures: int = Field(1000, ge=1, description="generate, prepare: how many")

@@ -16,8 +16,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import grpc
-from darkroom.cluster import authentication
-from darkroom.cluster.authentication import admitted, local_token, refuses
+from darkroom.cluster import connect
+from darkroom.cluster.connect import admitted, local_token, refuses
 from darkroom.cluster.private_ray import token
 from darkroom.errors import InputError
 
@@ -62,7 +62,7 @@ told["home"] = joining()
 told["local with home"] = local()
 server.stop(None).wait()
 told["gone"] = refuses(address)
-authentication.STRANGER_S = 0.5
+connect.STRANGER_S = 0.5
 silent = socket.create_server(("127.0.0.1", 0))
 address = f"127.0.0.1:{silent.getsockname()[1]}"
 told["silent"] = joining()[0]

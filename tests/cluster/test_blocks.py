@@ -16,7 +16,7 @@ import pytest
 from cluster_material import made_store
 
 from darkroom.cluster import encoders, prepare
-from darkroom.cluster.capacity import Capacity
+from darkroom.cluster.connect import Capacity
 from darkroom.cluster.encoders import Bounds, Encoder, Pool, check_room, on_one_machine
 from darkroom.cluster.feed import share_of
 from darkroom.cluster.keeper import Keeper, RankStatus, SharedPool

@@ -30,8 +30,7 @@ from darkroom.cluster.train import train as train_on_ray
 from darkroom.data.store import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError
 from darkroom.recipe import Recipe, make_recipe
-from darkroom.train.data.feed import make_order
-from darkroom.train.data.rows import select_rows
+from darkroom.train.data.feed import make_order, select_rows
 from darkroom.train.distributed.ranks import Ranks
 from darkroom.train.jobs import Pinned
 from darkroom.train.run import train
@@ -295,8 +294,8 @@ def test_ranks_share_a_batch_evenly(feed, store_path, tmp_path) -> None:
     """Two ranks' shares, one after the other, are the batch of one."""
     recipe = recipe_of(store_path, "online")
 
-    class InTurn(Ranks):
-        def in_turn(self, work: Any) -> None:
+    class NotWaiting(Ranks):
+        def rank0_first(self, work: Any) -> None:
             work()
 
     job = make_job(recipe, Pinned(tmp_path / "a"), feed)
@@ -304,7 +303,7 @@ def test_ranks_share_a_batch_evenly(feed, store_path, tmp_path) -> None:
     order = make_order(recipe.train, recipe.data, job.task, store, select_rows(store, recipe.data)[0])
     shares = []
     for rank in range(2):
-        ranks = InTurn(rank, 2)
+        ranks = NotWaiting(rank, 2)
         with feed.bound(recipe.train, recipe.data, job.task, [store], order, torch.device("cpu"), ranks)(
             2
         ) as batches:

@@ -70,7 +70,7 @@ class OnOneMachine:
         command = [sys.executable, "-m", "darkroom", "serve", str(small.folder / "model"), "--port", "0"]
         command += ["--adapters", str(small.folder / "adapters"), "--jobs", url, "--name", "on-ray"]
         command += ["--engine", "ray", "--replicas", "2", "--ray-address", "local", "--replica-cpus", "0.5"]
-        command += ["--patience", "60", "--lease", "3", "--drain", "5", "--capacity", "4"]
+        command += ["--adapter-affinity-timeout", "60", "--lease", "3", "--drain", "5", "--capacity", "4"]
         with log.open("w") as to:
             self.process = subprocess.Popen(
                 command, stdout=to, stderr=to, env={**os.environ, "OMP_NUM_THREADS": "1"}

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import warm
 from darkroom import cli
-from darkroom.cluster.capacity import Capacity
+from darkroom.cluster.connect import Capacity
 from darkroom.cluster.train import Placement, _target, _uses_gpus, _why, _workers, train
 from darkroom.data.importers import import_pictures
 from darkroom.data.store import Store

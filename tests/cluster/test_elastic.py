@@ -20,7 +20,7 @@ import yaml
 from test_cluster_train import command, content, environment, recipe, trained, weights, workers_of
 
 import warm
-from darkroom.cluster.capacity import Capacity
+from darkroom.cluster.connect import Capacity
 from darkroom.cluster.elastic import (
     PLACING,
     PLACING_S,
@@ -34,7 +34,6 @@ from darkroom.cluster.mail import Mail
 from darkroom.cluster.train import Placement, _workers
 from darkroom.errors import InputError, RecipeError
 from darkroom.recipe import make_recipe
-from darkroom.recipe.phases import phase_recipes
 from darkroom.train.run import train
 
 __all__ = ["recipe"]  # the fixture
@@ -257,7 +256,7 @@ def test_only_counts_that_divide_the_batch_are_taken() -> None:
 def test_counts_share_the_batch_of_every_phase() -> None:
     told = "phases=[{resolution: 16, samples: 80}, {resolution: 32, samples: 60, global_batch: 6}]"
     two = make_recipe(content(Path("x.lance")), ["train.micro_batch=auto", told])
-    phases = [one.train for _, one in phase_recipes(two, Path())]
+    phases = [one.train for _, one in two.in_phases(Path())]
     assert allowed_counts(phases, WorkerRange(1, 8)) == [1, 2]  # 4 and 8 do not share 6
     with pytest.raises(RecipeError, match="6 over 4 processes"):
         allowed_counts(phases, WorkerRange(4, 4))

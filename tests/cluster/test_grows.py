@@ -1,4 +1,4 @@
-"""A cluster that has nothing yet of what is asked for: with --grows a job waits, and uses what comes."""
+"""A cluster that has nothing yet of what is asked for: with --wait-for-autoscaler a job uses what comes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def test_a_job_waits_for_a_type_of_nodes_that_comes_later(head, recipe, tmp_path
     asked = ("--engine", "ray", "--ray-address", head.address, "--accelerator", LATE)
     refused = trained(recipe, tmp_path / "run", *asked, code=2)
     assert f"accelerator '{LATE}' is not in the cluster" in refused
-    assert "or say --grows" in refused
+    assert "or say --wait-for-autoscaler" in refused
 
-    asked += ("--grows", "train.device=cpu")
+    asked += ("--wait-for-autoscaler", "train.device=cpu")
     waits = rf"waiting for 2 workers to start: each needs 1 CPUs on a node of type {LATE} \(0 up\); free: "
     stopped = Driver(recipe, tmp_path / "run", *asked, out=tmp_path / "run")
     stopped.wait_for(f"waits for nodes of type {LATE}")

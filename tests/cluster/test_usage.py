@@ -45,7 +45,9 @@ def test_training_that_keeps_up_is_told_from_training_that_waits() -> None:
     use = use_of(10, 10, words=ONLINE)
     assert use.bottleneck().endswith("training is the limit, encoders keep up with it")
     use.waited_s = 4
-    assert use.bottleneck().endswith("neither is full, and training waits 40% of its time: raise data.ahead")
+    assert use.bottleneck().endswith(
+        "neither is full, and training waits 40% of its time: raise data.prefetch_batches"
+    )
     full = use_of(10, 19, words=ONLINE)
     assert "raise data.online.encoders above 2, or data.online.fraction" in full.bottleneck()
 

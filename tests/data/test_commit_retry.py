@@ -76,8 +76,8 @@ def test_where_commits_cannot_be_locked_out_young_versions_stay(tmp_path):
 def waits(monkeypatch) -> list[int]:
     """Each wait for other writers."""
     waited: list[int] = []
-    for room in ("commit_retry", "store"):
-        monkeypatch.setattr(f"darkroom.data.{room}.wait", waited.append)
+    for module in ("commit_retry", "store"):
+        monkeypatch.setattr(f"darkroom.data.{module}.wait", waited.append)
     return waited
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from darkroom.data.order import Purpose, mix, noise, normal, uniform
+from darkroom.data.draws import Purpose, mix, noise, normal, uniform
 
 
 def rows(count: int, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -15,9 +15,10 @@ import pytest
 import torch
 from material import encoded, noise_picture, rows
 
+from darkroom.data.draws import Purpose, noise, uniform
 from darkroom.data.images import decode, resize_crop, to_tensor
 from darkroom.data.loader import Batch, Loader, ReadSettings
-from darkroom.data.order import BucketOrder, Order, OrderSettings, Purpose, Rows, noise, uniform
+from darkroom.data.order import BucketOrder, Order, OrderSettings, Rows
 from darkroom.data.store import Store
 from darkroom.errors import ColumnError, InputError, LoaderError
 

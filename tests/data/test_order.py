@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from darkroom.data.order import BatchRows, BucketOrder, Order, OrderSettings, Purpose, Rows, permute, uniform
+from darkroom.data.draws import Purpose, uniform
+from darkroom.data.order import BatchRows, BucketOrder, Order, OrderSettings, Rows, permute
 from darkroom.errors import InputError
 
 SMALL = OrderSettings(block_rows=8, window_blocks=4)

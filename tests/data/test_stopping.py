@@ -136,9 +136,9 @@ KILLED = """
 import os, signal, sys
 from darkroom.data.store import Store
 from darkroom.data.importers.job import import_pictures
-from darkroom.data.importers import job as importers, writing
+from darkroom.data.importers import job as importers
 importers.TABLE_ROWS = int(sys.argv[4])
-writing.COMMIT_EVERY_S = float(sys.argv[5])
+importers.COMMIT_EVERY_S = float(sys.argv[5])
 append, left = Store.append, [int(sys.argv[3])]
 def killed(store, rows):
     if not left[0]:
@@ -180,7 +180,7 @@ def test_commits_on_the_way_are_joined_and_a_kill_changes_no_boundary(tars, tmp_
     assert boundaries(killed)[0] == 64, "a whole group was joined"
     assert len(boundaries(killed)) > 2, "the next was not"
     pinned, before = store.pin("a-run"), boundaries(killed)
-    monkeypatch.setattr("darkroom.data.importers.writing.COMMIT_EVERY_S", 0)
+    monkeypatch.setattr("darkroom.data.importers.job.COMMIT_EVERY_S", 0)
     report = import_pictures(tars, killed, rows_per_fragment=64)
     assert report.added == len(EXPECTED) - len(had)
     check_whole(killed)

@@ -60,7 +60,7 @@ NAMES_AN_EXTRA = {
     "prepare p.lance --model model --resolution 32 --engine ray": "ray",
     f"{VAE} --out runs/on-ray --engine ray": "ray",
     f"{VAE} --out runs/prodigy optim.name=prodigy optim.lr=1": "optim",
-    f"{VAE} --out runs/free optim.name=schedule-free optim.decay=constant": "optim",
+    f"{VAE} --out runs/free optim.name=schedule-free optim.lr_schedule=constant": "optim",
     f"{VAE} --out runs/adamw8bit optim.name=adamw8bit": "quant",
     f"{VAE} --out runs/board track.tensorboard=true": "track",
     f"{VAE} --out runs/wandb track.wandb=project": "track",

@@ -14,11 +14,10 @@ from darkroom.cli.application import main
 from darkroom.data.importers import import_pictures
 from darkroom.errors import InputError
 from darkroom.evaluate import statistics
-from darkroom.evaluate.drawing import draw
 from darkroom.evaluate.extractors import open_extractor
 from darkroom.evaluate.job import append_scores, evaluate, evaluate_folder, read_scores
 from darkroom.evaluate.metrics import METRICS
-from darkroom.evaluate.pictures import FolderPictures, StorePictures, images, open_pictures
+from darkroom.evaluate.pictures import FolderPictures, StorePictures, draw, images, open_pictures
 from darkroom.evaluate.prompts import Prompts
 from darkroom.evaluate.small import TrainingHashes
 from darkroom.evaluate.statistics import unit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from darkroom.data.importers.job import import_pictures
 from darkroom.data.store import Store
-from darkroom.measure.importing import bench_import, make_source
+from darkroom.measure.loading import bench_import, make_source
 
 
 def test_the_input_has_no_doubles_and_all_of_it_comes_in(tmp_path):

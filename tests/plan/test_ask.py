@@ -17,9 +17,9 @@ from darkroom.hardware import machine
 from darkroom.hardware.machine import Device, Machine
 from darkroom.hardware.prices import choose, prices
 from darkroom.plan import advise, ask, pictures, targets
+from darkroom.plan.ask import estimate_run
 from darkroom.plan.jobs import PrepareJob, Where, largest_rows, plan_preparing
 from darkroom.plan.roofline import Software
-from darkroom.plan.run_estimate import estimate_run
 from darkroom.recipe import read_recipe
 from darkroom.train import setup as job
 

@@ -53,7 +53,7 @@ def test_a_head_is_put_in_and_replaced(tmp_path):
     head.write(recipe, ["train.steps=10"], "T4, 2 x A100-80")
     first = recipe.read_text()
     assert first.startswith(
-        '# Small.\n# Planned by: darkroom plan recipes/small.yaml train.steps=10 --head "T4,'
+        '# Small.\n# Planned by: darkroom plan recipes/small.yaml train.steps=10 --recipe-header "T4,'
     )
     assert head.differences(recipe) == []
     head.write(recipe, ["train.steps=1000"], "T4")
@@ -70,5 +70,5 @@ def test_numbers_may_differ_a_little_and_words_not():
 
 def test_cards_that_cannot_be_read():
     assert list(head.devices("A10G, 8 x A100-80")) == [("A10G", 1), ("A100-80", 8)]
-    with pytest.raises(InputError, match="--head"):
+    with pytest.raises(InputError, match="--recipe-header"):
         list(head.devices("A10G,,T4"))

@@ -98,8 +98,8 @@ def test_what_rests_is_what_the_run_lays_aside(
     base: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     laid: list[int] = []
-    rest = job.rest
-    monkeypatch.setattr(job, "rest", lambda *given: laid.append(rest(*given)))
+    offload = job.offload_mmap
+    monkeypatch.setattr(job, "offload_mmap", lambda *given: laid.append(offload(*given)))
     for name, more in {
         "both": {},
         "trained": {"adapter": {"text_encoder": True}},
@@ -192,7 +192,7 @@ def test_an_adapters_frozen_text_encoder_is_halved_on_a_gpu(
         real = job.make_task
         monkeypatch.setattr(job, "make_task", lambda *given: made.append(given[1]) or real(*given))
         monkeypatch.setattr(job, "_device", lambda *_: torch.device(on))
-        monkeypatch.setattr(job, "rest", look)
+        monkeypatch.setattr(job, "offload_mmap", look)
         data = {**content(base, photos)["data"], "encode": "inline"}
         train = {**content(base, photos)["train"], "precision": "bf16"}
         with pytest.raises(KeyboardInterrupt):

@@ -14,8 +14,7 @@ from darkroom import models, sample
 from darkroom.data.importers.job import import_pictures
 from darkroom.data.store import Store
 from darkroom.errors import DarkroomError, InputError
-from darkroom.quickstart.journey import TOY, QuickstartResult, check_unseen, quickstart
-from darkroom.quickstart.score import look
+from darkroom.quickstart.journey import TOY, QuickstartResult, check_unseen, look, quickstart
 from darkroom.quickstart.shapes import Triple, draw, held_out, scenes, write_set
 from darkroom.run import Run
 

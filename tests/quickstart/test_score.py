@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
-from darkroom.quickstart.score import UNKNOWN, judge, look, score
+from darkroom.quickstart.journey import UNKNOWN, judge, look, score
 from darkroom.quickstart.shapes import COLORS, SHAPES, Scene, Triple, draw, scenes
 
 CHANCE_COLORS = 1 / (len(COLORS) * (len(COLORS) - 1))

@@ -16,7 +16,7 @@ from darkroom import models
 from darkroom.cli import app
 from darkroom.errors import RecipeError
 from darkroom.recipe import Recipe, make_recipe
-from darkroom.recipe.kohya import (
+from darkroom.recipe.kohya_options import (
     ATTENTIONS,
     BLOCKS,
     ENDS,
@@ -111,7 +111,7 @@ def test_a_lora_is_read_whole_and_what_is_unknown_is_named(tmp_path: Path, folde
         5e-5,
         1e-5,
     )
-    assert (optim.name, optim.decay, optim.warmup_steps) == ("adamw8bit", "cosine", 14)
+    assert (optim.name, optim.lr_schedule, optim.warmup_steps) == ("adamw8bit", "cosine", 14)
     assert (optim.weight_decay, optim.beta2) == (0.05, 0.99)
     assert (data.resolution, data.buckets, data.clip_skip, data.max_token_length) == (512, True, 1, 225)
     assert (data.shuffle_tags, data.keep_tokens) == (True, 1)
@@ -152,7 +152,7 @@ def test_optimisers_and_their_arguments_are_read(tmp_path: Path) -> None:
     assert (absolute["name"], absolute["scale_parameter"], absolute["lr"]) == ("adafactor", False, 1e-4)
     assert absolute["weight_decay"] == 0.0
     relative = optim("AdaFactor")  # sd-scripts pass learning_rate by
-    assert (relative["scale_parameter"], relative["lr"], relative["decay"]) == (True, 1e-2, "constant")
+    assert (relative["scale_parameter"], relative["lr"], relative["lr_schedule"]) == (True, 1e-2, "constant")
     prodigy = optim("Prodigy", "decouple=True", "d_coef=2", "use_bias_correction=True")
     assert (prodigy["d_coef"], prodigy["use_bias_correction"]) == (2.0, True)
 
@@ -197,10 +197,10 @@ network_train_text_encoder_only = true
     assert recipe.objective.scale_v_pred_loss_like_noise_pred
     assert recipe.adapter is not None
     assert recipe.adapter.scale_weight_norms == 1
-    assert (optim.decay, optim.num_cycles, optim.power) == ("cosine-with-restarts", 3, 1)
+    assert (optim.lr_schedule, optim.num_cycles, optim.power) == ("cosine-with-restarts", 3, 1)
     assert [(rule.match, rule.lr_scale) for rule in optim.layers] == [("unet", 0)]
     plain = read(tmp_path, text.replace("cosine_with_restarts", "constant"))
-    assert (plain.optim.decay, plain.optim.num_cycles) == ("constant", 1)
+    assert (plain.optim.lr_schedule, plain.optim.num_cycles) == ("constant", 1)
 
 
 def sd_scripts_block(layer: str) -> int:

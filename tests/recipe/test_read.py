@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from darkroom.errors import RecipeError
 from darkroom.recipe import make_recipe, read_recipe
+from darkroom.recipe.read import recipe_of
+from darkroom.recipe.sections import with_new_names
 
 GOOD = """
 task: pretrain
@@ -233,3 +238,36 @@ def test_an_override_of_where_the_pictures_are_wins(recipe_file):
     recipe_file.write_text(recipe_file.read_text().replace("store:", "folder: photos/, store:"))
     with pytest.raises(RecipeError, match="data: store and folder are both given"):
         read_recipe(recipe_file)
+
+
+def test_old_names_of_keys_are_read_with_a_line_that_names_the_new_ones(tmp_path):
+    file = tmp_path / "old.yaml"
+    file.write_text(
+        "task: pretrain\nmodel: {base: tiny}\ndata: {store: x, ahead: 7}\noptim: {decay: cosine}\n"
+        "train: {on_nan: skip}\n"
+    )
+    recipe = read_recipe(file, ["train.on_nan=rollback"])
+    assert (recipe.data.prefetch_batches, recipe.optim.lr_schedule) == (7, "cosine")
+    assert recipe.train.nonfinite_policy == "rollback", "what the command line says holds"
+    named = [line.partition(";")[0] for line in recipe.derived if "is now" in line]
+    assert sorted(set(named)) == [
+        "data.ahead is now data.prefetch_batches",
+        "optim.decay is now optim.lr_schedule",
+        "train.on_nan is now train.nonfinite_policy",
+    ]
+    today = read_recipe(file, ["data.ahead=5"]).model_dump(mode="json")
+    of_before = {**today, "data": {**today["data"], "ahead": 5}}
+    del of_before["data"]["prefetch_batches"]
+    assert recipe_of(of_before, tmp_path).model_dump(mode="json") == today
+    with pytest.raises(RecipeError, match=r"data\.ahead: no such key"):
+        recipe_of({**today, "data": {**today["data"], "ahead": 5}}, tmp_path)
+
+
+def test_recipes_that_come_with_darkroom_have_todays_names():
+    root = Path(__file__).resolve().parents[2]
+    files = [file for folder in ("recipes", "src", "benchmarks") for file in (root / folder).rglob("*.yaml")]
+    contents = {file: yaml.safe_load(file.read_text("utf-8")) for file in files}
+    recipes = {file: content for file, content in contents.items() if isinstance(content, dict)}
+    assert len(recipes) >= 20
+    assert {file: old for file, content in recipes.items() if (old := with_new_names(content)[1])} == {}
+    assert with_new_names({"optim": {"decay": "cosine"}})[1], "the control"

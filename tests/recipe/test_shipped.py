@@ -16,7 +16,7 @@ from darkroom.data.store import Store
 from darkroom.models.adapters.read import read_adapter
 from darkroom.prepare.job import prepare
 from darkroom.recipe import read_recipe
-from darkroom.recipe.rules import FINE_TUNING
+from darkroom.recipe.fine_tuning import FINE_TUNING
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(ROOT.glob("recipes/*.yaml")) + sorted(ROOT.glob("src/darkroom/quickstart/*.yaml"))

@@ -16,7 +16,7 @@ from darkroom.serve.settings import KeyLimits, Limits
 
 BODY = {"prompt": "a red circle", "steps": 3, "seed": 3}
 NOTHING_SAID = dict.fromkeys(
-    ("limits", "limit", "queue", "queue_seconds", "rate", "keep", "keep_gb", "api_key_file")
+    ("limits", "limit", "queue", "queue_s", "rate_per_minute", "keep_s", "keep_bytes", "key_file")
 )
 
 
@@ -33,7 +33,7 @@ def test_bounds_come_from_the_file_then_limit_then_options_of_their_own(tmp_path
     assert told.keys == {"alice": KeyLimits(pictures_per_day=5, share=3)}
     assert told.of_key("alice").rate_per_minute == told.rate_per_minute
     assert told.of_key("bob").pictures_per_day is None
-    assert said(limits=file, api_key_file=tmp_path).queue_per_key == 5
+    assert said(limits=file, key_file=tmp_path).queue_per_key == 5
 
 
 @pytest.mark.parametrize(

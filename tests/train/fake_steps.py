@@ -17,9 +17,8 @@ from darkroom.evaluate.extractors import Extractor
 from darkroom.evaluate.pictures import Preprocess
 from darkroom.evaluate.settings import SmallSettings
 from darkroom.evaluate.small import SmallExtractor
-from darkroom.plan.memory import reads_text
 from darkroom.plan.settings import encodes
-from darkroom.plan.training import _columns, _NoStore, _without_store
+from darkroom.plan.training import _columns, _NoStore, _without_files, reads_text
 from darkroom.recipe import Recipe, make_recipe
 from darkroom.recipe.sections import VAE_TASKS
 from darkroom.train import model as build
@@ -27,7 +26,7 @@ from darkroom.train import setup
 from darkroom.train.data.masks import Masks
 from darkroom.train.distributed import ddp_fsdp
 from darkroom.train.distributed.ranks import ALONE, Ranks
-from darkroom.train.memory import rest
+from darkroom.train.memory import offload_mmap
 from darkroom.train.step import DTYPES
 from darkroom.train.tasks import repa
 from darkroom.train.tasks.extractor import ExtractorModel
@@ -70,16 +69,15 @@ class Made:
         self.dtype = models.precision(str(recipe.train.precision))
         self.model = _new_model(recipe)
         setup._move(self.model, torch.device(CARD))
-        quiet = _without_store(recipe)
-        train_settings = quiet.train.model_copy(update={"align": recipe.train.align})
-        quiet = quiet.model_copy(update={"train": train_settings})
+        changes = _without_files(recipe.data, recipe.train, recipe.model, recipe.adapter)
+        quiet = recipe.model_copy(update={**changes, "train": recipe.train})
         self.task: Any = setup.make_task(quiet, self.model, _NoStore(), torch.device(CARD))
         if recipe.data.mask is not None:
             self.task._masks = Masks(recipe.data.mask, factor=self.model.vae_factor, floor=0.5)
         if recipe.frozen_text:
             setup.halve_text(self.model, self.dtype)
         # Weights that seldom run are laid into a file on a CPU alone.
-        assert rest(setup._seldom_run(self.model, self.task), Path("/nowhere")) == 0
+        assert offload_mmap(setup._seldom_run(self.model, self.task), Path("/nowhere")) == 0
         self.step = setup.bare_step(
             self.task,
             train=recipe.train,
@@ -254,7 +252,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "two micro-batches": {"train": {"micro_batch": 2}},
     "two micro-batches, fp16": {"train": {"micro_batch": 2, "precision": "fp16"}},
     "channels last": {"train": {"channels_last": True}},
-    "skip": {"train": {"on_nan": "skip", "spike_norm": 10.0}},
+    "skip": {"train": {"nonfinite_policy": "skip", "spike_norm": 10.0}},
     "no ema": {"train": {"ema": {"enabled": False}}},
     "noise offset": {"objective": {"noise": {"offset": 0.1}}},
     "min-snr": {"objective": {"min_snr_gamma": 5.0}},

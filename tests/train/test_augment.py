@@ -84,7 +84,9 @@ def test_pictures_vary_alike_each_time_they_are_read_and_held_out_ones_do_not(
 ) -> None:
     plain = pixels(base, photos, tmp_path, "data.encode=inline")
     varied = pixels(base, photos, tmp_path, AUGMENT, "data.holdout=1", "data.workers=1")
-    again = pixels(base, photos, tmp_path, AUGMENT, "data.holdout=1", "data.workers=2", "data.ahead=1")
+    again = pixels(
+        base, photos, tmp_path, AUGMENT, "data.holdout=1", "data.workers=2", "data.prefetch_batches=1"
+    )
     assert all(torch.equal(a["pixels"], b["pixels"]) for a, b in zip(varied, again, strict=True))
     assert not any(torch.equal(a["pixels"], b["pixels"]) for a, b in zip(varied, plain, strict=True))
     held = {}

@@ -13,7 +13,7 @@ from PIL import Image
 from subjects import check_resumes_exactly, recipe_for
 
 from darkroom import models, sample
-from darkroom.data.order import chosen_wildcards, kept_tags, parts_of, shuffled_tags
+from darkroom.data.draws import chosen_wildcards, kept_tags, parts_of, shuffled_tags
 from darkroom.errors import RecipeError
 from darkroom.sample.prompts import encode_prompts
 from darkroom.train.jobs import Pinned

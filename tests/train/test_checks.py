@@ -8,7 +8,6 @@ import pytest
 
 from darkroom.errors import RecipeError
 from darkroom.recipe import read_recipe
-from darkroom.recipe.phases import phase_recipes
 from darkroom.train.checks import check_settings
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sd2-two-phases.yaml"
@@ -18,12 +17,12 @@ def test_lengths_are_each_phases_own():
     whole = read_recipe(RECIPE)
     assert whole.optim.warmup_steps > whole.train.steps  # which no phase uses
     check_settings(whole)
-    for _, phase in phase_recipes(whole, Path("run")):
+    for _, phase in whole.in_phases(Path("run")):
         check_settings(phase)
     with pytest.raises(RecipeError, match="^optim.warmup_steps: 10000 is more than train.steps 1000"):
         check_settings(read_recipe(RECIPE, ["phases=[]"]))
     short = read_recipe(RECIPE, ["phases=[{resolution: 256, samples: 4096}]"])
-    check_settings(next(phase_recipes(short, Path("run")))[1])
+    check_settings(next(short.in_phases(Path("run")))[1])
 
 
 def test_a_phase_shorter_than_the_recipes_warm_up_gets_one_of_its_own():
@@ -34,8 +33,8 @@ def test_a_phase_shorter_than_the_recipes_warm_up_gets_one_of_its_own():
     assert whole.phases[0].warmup_steps == steps // 10
     assert whole.phases[1].warmup_steps is None
     assert f"phases.0.warmup_steps {steps // 10}, not {warmup}: a tenth of its {steps} steps" in whole.derived
-    first, second = (phase for _, phase in phase_recipes(whole, Path("run")))
+    first, second = (phase for _, phase in whole.in_phases(Path("run")))
     assert (first.optim.warmup_steps, second.optim.warmup_steps) == (steps // 10, warmup)
     own = read_recipe(RECIPE, ["phases=[{resolution: 256, samples: 4096, warmup_steps: 900}]"])
     with pytest.raises(RecipeError, match="^optim.warmup_steps: 900 is more than train.steps 2"):
-        check_settings(next(phase_recipes(own, Path("run")))[1])
+        check_settings(next(own.in_phases(Path("run")))[1])

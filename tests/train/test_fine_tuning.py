@@ -21,7 +21,7 @@ from darkroom.models.adapters.read import read_adapter
 from darkroom.recipe import Recipe, make_recipe
 from darkroom.run import Run
 from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
-from darkroom.train.exports import trained_adapter
+from darkroom.train.exports import Exporter
 from darkroom.train.jobs import Pinned
 from darkroom.train.run import export, train
 from darkroom.train.setup import make_job
@@ -185,11 +185,10 @@ def test_kinds_of_lora_are_merged_as_they_were_trained(
     unet: Any = job.task.model.unet
     x, t, text = torch.randn(1, 4, 8, 8), torch.tensor([300]), torch.randn(1, 77, 64)
     from darkroom.models.adapters.read import merge
-    from darkroom.train.exports import trained_adapter
 
     fresh = models.load(base)
     plain = fresh.unet(x, t, text).sample.detach()
-    merge(fresh, trained_adapter(recipe, job.step.weights.masters, "it"))
+    merge(fresh, Exporter(recipe, tmp_path / "run").adapter(job.step.weights.masters, "it"))
     merged = fresh.unet(x, t, text).sample.detach()
     trained = unet.eval()(x, t, text).sample.detach()
     torch.testing.assert_close(merged, trained, rtol=1e-3, atol=1e-4)
@@ -460,7 +459,11 @@ REFUSED = [
         ("optim.name=adafactor", "adapter.text_encoder=true", "optim.text_encoder_lr=5e-6"),
         r"optim.text_encoder_lr: 5e-06 with optim.name=adafactor.*set optim.text_encoder_lr=0.01",
     ),
-    ("lora", ("optim.name=schedule-free", "optim.decay=cosine"), r"optim.decay: cosine with schedule-free"),
+    (
+        "lora",
+        ("optim.name=schedule-free", "optim.lr_schedule=cosine"),
+        r"optim.lr_schedule: cosine with schedule-free",
+    ),
     ("lora", ("evaluate.patience=2",), r"evaluate.patience: given, but evaluate.every is 0"),
     ("textual-inversion", ("model.word=null",), r"model.word: missing; say the new word"),
     (
@@ -517,4 +520,5 @@ def test_an_adapter_names_its_base_without_a_path(tmp_path: Path, given: str, na
     recipe = make_recipe(
         {"task": "lora", "model": {"base": given.format(here=tmp_path)}, "data": {"folder": "x"}}
     )
-    assert trained_adapter(recipe, {}, "a").metadata["ss_sd_model_name"] == named
+    made = Exporter(recipe, tmp_path / "run").adapter({}, "a")
+    assert made.metadata["ss_sd_model_name"] == named

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from diffusers.training_utils import compute_density_for_timestep_sampling
 from subjects import check_resumes_exactly, recipe_for
 
-from darkroom.data import order as draws
+from darkroom.data import draws
 from darkroom.errors import RecipeError
 from darkroom.recipe import make_recipe
 from darkroom.recipe.sections import ObjectiveSettings

@@ -41,7 +41,9 @@ def spoiled_feed(recipe, where: Path, times: int = 100):
 
 
 def run_with(recipe_of, tmp_path: Path, policy: str, name: str = "run", *more: str, **extra):
-    recipe = recipe_of("pretrain", f"train.on_nan={policy}", "train.steps=8", "checkpoint.every=2", *more)
+    recipe = recipe_of(
+        "pretrain", f"train.nonfinite_policy={policy}", "train.steps=8", "checkpoint.every=2", *more
+    )
     said: list[str] = []
     feed = spoiled_feed(recipe, tmp_path / "job", **extra)
     try:
@@ -112,5 +114,5 @@ def test_a_deadline_stops_with_the_state_saved(recipe_of, tmp_path):
 
 
 def test_skip_wants_an_optimiser_that_can(recipe_of):
-    with pytest.raises(RecipeError, match="train.on_nan: skip with optim.name=muon"):
-        recipe_of("pretrain", "train.on_nan=skip", "optim.name=muon")
+    with pytest.raises(RecipeError, match="train.nonfinite_policy: skip with optim.name=muon"):
+        recipe_of("pretrain", "train.nonfinite_policy=skip", "optim.name=muon")

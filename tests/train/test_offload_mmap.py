@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from darkroom.models.mapped import cast_opened
-from darkroom.train import memory as resting
-from darkroom.train.memory import rest
+from darkroom.train import memory
+from darkroom.train.memory import offload_mmap
 
 
 def part() -> nn.Sequential:
@@ -35,13 +35,13 @@ def resident() -> int:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resting, "LEAST_BYTES", 1024)
+    monkeypatch.setattr(memory, "LEAST_BYTES", 1024)
 
 
 def test_the_same_numbers_from_a_file_without_a_name(tmp_path: Path) -> None:
     module, x = part(), torch.randn(4, 256)
     before, weights = run(module, x), copy.deepcopy(module.state_dict())
-    assert rest([module], tmp_path) > 4 * 256 * 512
+    assert offload_mmap([module], tmp_path) > 4 * 256 * 512
     assert list(tmp_path.iterdir()) == []
     assert torch.equal(run(module, x), before)
     assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
@@ -54,11 +54,11 @@ def test_the_same_numbers_from_a_file_without_a_name(tmp_path: Path) -> None:
 def test_memory_is_held_only_while_a_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Sequential(nn.Linear(256, 4096)).requires_grad_(False)
     start = resident()  # of other tests
-    rest([module], tmp_path)
+    offload_mmap([module], tmp_path)
     assert resident() == start
     module(torch.randn(2, 256))
     assert resident() == start
-    monkeypatch.setattr(resting, "_let_go", lambda _: None)
+    monkeypatch.setattr(memory, "_release", lambda _: None)
     module(torch.randn(2, 256))  # what it holds where it is not let go
     assert resident() >= start + 4 * 256 * 4096
 
@@ -67,11 +67,11 @@ def test_what_trains_and_what_is_little_stays(tmp_path: Path, monkeypatch: pytes
     module = part()
     module[0].requires_grad_(True)
     place = module[0].weight.data_ptr()
-    rest([module], tmp_path)
+    offload_mmap([module], tmp_path)
     assert module[0].weight.data_ptr() == place
     assert module[0].weight.requires_grad
-    monkeypatch.setattr(resting, "LEAST_BYTES", 1024**3)
-    assert rest([part()], tmp_path) == 0
+    monkeypatch.setattr(memory, "LEAST_BYTES", 1024**3)
+    assert offload_mmap([part()], tmp_path) == 0
 
 
 def test_a_folder_that_cannot_be_written_leaves_them_in_memory(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_folder_that_cannot_be_written_leaves_them_in_memory(tmp_path: Path) -
     file.touch()
     module, x = part(), torch.randn(4, 256)
     before = run(module, x)
-    assert rest([module], file / "run") == 0
+    assert offload_mmap([module], file / "run") == 0
     assert torch.equal(run(module, x), before)
 
 

@@ -27,9 +27,9 @@ from darkroom.train.optim import (
 def test_rates_by_step() -> None:
     constant = OptimSettings(warmup_steps=4)
     assert [lr_factor(k, 10, constant) for k in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    linear = OptimSettings(warmup_steps=2, decay="linear", final_lr_ratio=0.2)
+    linear = OptimSettings(warmup_steps=2, lr_schedule="linear", final_lr_ratio=0.2)
     assert [lr_factor(k, 10, linear) for k in (2, 6, 10)] == pytest.approx([1.0, 0.6, 0.2])
-    cosine = OptimSettings(decay="cosine")
+    cosine = OptimSettings(lr_schedule="cosine")
     assert [lr_factor(k, 8, cosine) for k in (0, 2, 4, 8)] == pytest.approx(
         [1.0, 0.5 + 0.5 * math.cos(math.pi / 4), 0.5, 0.0]
     )
@@ -56,13 +56,13 @@ def test_rates_are_transformers(name: str, settings: dict[str, float], theirs: d
         sgd.step()
         schedule.step()
     decay = name.replace("_", "-")
-    ours = OptimSettings.model_validate({"warmup_steps": 4, "decay": decay, **settings})
+    ours = OptimSettings.model_validate({"warmup_steps": 4, "lr_schedule": decay, **settings})
     found = [lr_factor(k, 40, ours) for k in range(44)]
     assert found[4:] == pytest.approx(expected[4:], abs=1e-12)  # a warm-up's first step learns here
-    plain = OptimSettings(warmup_steps=4, decay="cosine")
+    plain = OptimSettings(warmup_steps=4, lr_schedule="cosine")
     assert [lr_factor(k, 40, plain) for k in range(44)] != pytest.approx(found, abs=0.05)
-    with pytest.raises(ValueError, match=rf"with decay cosine; it is of decay {decay}"):
-        OptimSettings.model_validate({"decay": "cosine", **settings})
+    with pytest.raises(ValueError, match=rf"with lr_schedule cosine; it is of lr_schedule {decay}"):
+        OptimSettings.model_validate({"lr_schedule": "cosine", **settings})
 
 
 def test_biases_and_norms_are_not_decayed_and_parts_have_their_rates() -> None:

@@ -81,7 +81,13 @@ def test_a_run_that_diverges_or_finds_no_memory_is_noted_and_the_others_are_made
     monkeypatch.setattr(sweeps, "train", short_of_memory)
 
     def swept(rates: str) -> tuple[int, str, list[dict[str, Any]]]:
-        arguments = ["train", str(file), f"optim.lr={rates}", "train.on_nan=stop", "optim.clip_norm=null"]
+        arguments = [
+            "train",
+            str(file),
+            f"optim.lr={rates}",
+            "train.nonfinite_policy=stop",
+            "optim.clip_norm=null",
+        ]
         with pytest.raises(SystemExit) as left:
             cli.main([*arguments, "--out", str(out), "--json"])
         printed = capsys.readouterr()

@@ -9,7 +9,7 @@ Importing them here puts the verbs in place.
 """
 
 # In the order in which `darkroom --help` lists them.
-from darkroom.cli import data, training, planning, pictures, serving, evaluating, machine, benchmarks, keys  # noqa: I001
+from darkroom.cli import data, training, planning, pictures, serving, evaluating, machine, benchmarks  # noqa: I001
 from darkroom.cli.application import app, bench, main
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "benchmarks",
     "data",
     "evaluating",
-    "keys",
     "machine",
     "main",
     "pictures",

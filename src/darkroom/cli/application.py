@@ -37,7 +37,7 @@ SIGN_HELP = "PEM file of certificates and key that sign the pictures; default: a
 CREDENTIALS_HELP = "what the signed credentials say: model, settings, or all (the prompts too)"
 PROVENANCE_HELP = "mark pictures (watermark) and sign them (C2PA)"
 SIZE_HELP = "WIDTHxHEIGHT in pixels, or one number for a square; default: the model's own"
-PRECISION_HELP = "float32, bf16, fp16, int8 with openvino, or auto: bf16 where it is quick"
+PRECISION_HELP = options.PRECISION_TEXT
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Out = Annotated[Path | None, typer.Option("--out", help="where the result goes")]
@@ -50,6 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     hush()
     for stream in (sys.stdout, sys.stderr):
         print_anything(stream)
+    arguments = list(_renamed(sys.argv[1:] if arguments is None else arguments))
     try:
         code = app(args=arguments, prog_name="darkroom", standalone_mode=False)
     except typer.Abort:
@@ -71,6 +72,25 @@ def main(arguments: list[str] | None = None) -> None:
         _leave(_failed(message, 1))
     # The parser turns Ctrl-C into 130; a stopped job is one that was not done.
     _leave(_failed("stopped", 1) if code == 130 else code if isinstance(code, int) else 0)
+
+
+RENAMED = {
+    "serve": {"--slots": "--max-loras", "--patience": "--adapter-affinity-timeout"},
+    "plan": {"--head": "--recipe-header"},
+    "prepare": {"--grows": "--wait-for-autoscaler"},
+    "train": {"--grows": "--wait-for-autoscaler"},
+}
+"""Of each verb the options that had another name until this release."""
+
+
+def _renamed(arguments: list[str]) -> Iterator[str]:
+    """The command line with old names replaced, each with a line that says so."""
+    names = RENAMED.get(arguments[0], {}) if arguments else {}
+    for one in arguments:
+        flag, equals, value = one.partition("=")
+        if flag in names and os.environ.get("RANK", "0") == "0":
+            print(f"darkroom: {flag} is now {names[flag]}; it goes with the next release", file=sys.stderr)
+        yield f"{names.get(flag, flag)}{equals}{value}"
 
 
 def _other_kind(error: OSError) -> str:
@@ -233,13 +253,66 @@ def cell(value: Any) -> str:
     return ", ".join(cell(v) for v in value) if isinstance(value, (list, tuple)) else str(value)
 
 
+# ---- progress of a long job
+
+Progress = Callable[[int, int | None], None]
+"""Gets how much is done and how much there is, None where that is not known."""
+
+LINE_EVERY_S = 10.0
+
+
 @contextmanager
-def progress_bar(label: str, quiet: bool) -> Iterator[Callable[[int, int | None], None] | None]:
-    """A bar on a terminal, a plain line every few seconds in a log, nothing with `--json`."""
+def progress_bar(label: str, quiet: bool) -> Iterator[Progress | None]:
+    """A bar on a terminal, a plain line every few seconds in a log, nothing with `--json`.
+
+    On the error stream, so that what the job prints stays clean.
+    """
     if quiet:
         yield None
         return
-    from darkroom.progress import progress
-
-    with progress(label) as advance:
+    with _bar(label) if sys.stderr.isatty() else _lines(label) as advance:
         yield advance
+
+
+@contextmanager
+def _bar(label: str) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _lines(label: str) -> Iterator[Progress]:
+    started = shown_at = time.monotonic()
+
+    def advance(done: int, total: int | None) -> None:
+        """Print how far the work is, at most every `LINE_EVERY_S` seconds."""
+        nonlocal shown_at
+        now = time.monotonic()
+        if now - shown_at >= LINE_EVERY_S:
+            shown_at = now
+            print(f"{label}: {_so_far(done, total, now - started)}", file=sys.stderr, flush=True)
+
+    yield advance
+
+
+def _so_far(done: int, total: int | None, seconds: float) -> str:
+    """'1 of 3, 64 s each, 2 min left': rates below one a second are shown as seconds each."""
+    of = f" of {total:,}" if total else ""
+    rate = done / seconds if seconds > 0 else 0.0
+    if rate == 0:
+        return f"{done:,}{of}, {seconds:.0f} s so far"
+    each = 1 / rate
+    speed = f"{rate:,.1f}/s" if rate >= 1 else f"{each:.1f} s each" if each < 10 else f"{each:.0f} s each"
+    left = f", {_duration((total - done) / rate)} left" if total and total > done else ""
+    return f"{done:,}{of}, {speed}{left}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

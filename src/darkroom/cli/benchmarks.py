@@ -177,12 +177,12 @@ def bench_import(
 
     Example: darkroom bench import --out results.csv
     """
-    from darkroom.measure.importing import bench_import as run
+    from darkroom.measure.loading import bench_import as run
 
     if picture_format.upper() not in ("JPEG", "PNG", "WEBP"):
         raise InputError(f"--format {picture_format}", allowed="JPEG, PNG, WEBP")
-    asked = {"pictures": pictures, "size": size, "format": picture_format.upper(), "repeats": repeats}
-    _measured(run(**asked), out, as_json)
+    rows = run(pictures=pictures, size=size, format=picture_format.upper(), repeats=repeats)
+    _measured(rows, out, as_json)
 
 
 @bench.command("backends")
@@ -459,9 +459,9 @@ def bench_serve(
     """
     from darkroom.cli.serving import need_server
     from darkroom.errors import InputError
-    from darkroom.measure.serving import ServeBench, say_goals
+    from darkroom.measure.serving import ServeBench
     from darkroom.measure.serving import bench_serve as run
-    from darkroom.report.serving import write_serving_page
+    from darkroom.report.serving import say_goals, write_serving_page
 
     need_server()
     try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from darkroom.cli.application import Json, app, console, progress_bar, show, table
+from darkroom.cli.groups import grouped
 from darkroom.errors import InputError
 
 
@@ -196,7 +198,41 @@ def _verified(path: Path, purge: bool, trust: Path | None, as_json: bool) -> Any
     return verify_picture(path, trust=trust)
 
 
+@dataclass(frozen=True)
+class EncoderOptions:
+    """The encoders of a Ray cluster."""
+
+    ray_address: Annotated[
+        str | None, typer.Option(help="ray: auto, local or HOST:PORT; $RAY_ADDRESS, else local")
+    ] = None
+    encoders: Annotated[str | None, typer.Option(help="ray: how many encode, N or MIN:MAX; default: 1")] = (
+        None
+    )
+    accelerator: Annotated[
+        str | None, typer.Option(help="ray: the accelerator type they run on, as Ray names it")
+    ] = None
+    fraction: Annotated[
+        float | None, typer.Option(help="ray: each one's share of a GPU, or of CPU cores; default: 1")
+    ] = None
+    cpu_workers: Annotated[
+        int | None, typer.Option(min=1, help="ray: tasks that read and decode; default: all CPUs left")
+    ] = None
+    grows: Annotated[
+        bool,
+        typer.Option(
+            "--wait-for-autoscaler", help="ray: an autoscaler adds nodes: wait for what is not there yet"
+        ),
+    ] = False
+
+    def given(self) -> list[str]:
+        """The options that were given."""
+        flags = {"grows": "--wait-for-autoscaler"}
+        names = [name for name, value in asdict(self).items() if value is not None and value is not False]
+        return [flags.get(name, f"--{name.replace('_', '-')}") for name in names]
+
+
 @app.command()
+@grouped
 def prepare(
     store: Annotated[Path, typer.Argument(help="the picture store")],
     model: Annotated[str, typer.Option(help="whose encoders: a model folder, hub id or family")],
@@ -210,24 +246,8 @@ def prepare(
         ),
     ] = 0,
     engine: Annotated[str, typer.Option(help="local: this process; ray: a Ray cluster")] = "local",
-    ray_address: Annotated[
-        str | None, typer.Option(help="ray: auto, local or HOST:PORT; $RAY_ADDRESS, else local")
-    ] = None,
-    encoders: Annotated[
-        str | None, typer.Option(help="ray: how many encode, N or MIN:MAX; default: 1")
-    ] = None,
-    accelerator: Annotated[
-        str | None, typer.Option(help="ray: the accelerator type they run on, as Ray names it")
-    ] = None,
-    fraction: Annotated[
-        float | None, typer.Option(help="ray: each one's share of a GPU, or of CPU cores; default: 1")
-    ] = None,
-    cpu_workers: Annotated[
-        int | None, typer.Option(min=1, help="ray: tasks that read and decode; default: all CPUs left")
-    ] = None,
-    grows: Annotated[
-        bool, typer.Option("--grows", help="ray: an autoscaler adds nodes: wait for what is not there yet")
-    ] = False,
+    *,
+    on: EncoderOptions,
     as_json: Json = False,
 ) -> None:
     """Encode pictures once: adds latent and text columns.
@@ -239,17 +259,9 @@ def prepare(
     Example: darkroom prepare pictures.lance --model sd2/ --engine ray --encoders 2:16 --accelerator A10G
     """
     settings = {"resolution": resolution, "text": text, "precision": precision, "bucket_step": buckets}
-    flags = {
-        "--ray-address": ray_address,
-        "--encoders": encoders,
-        "--accelerator": accelerator,
-        "--fraction": fraction,
-        "--cpu-workers": cpu_workers,
-        "--grows": grows or None,
-    }
     if engine not in ("local", "ray"):
         raise InputError(f"--engine {engine}", allowed="local, ray")
-    if engine == "local" and (given := [flag for flag, value in flags.items() if value is not None]):
+    if engine == "local" and (given := on.given()):
         raise InputError(f"{', '.join(given)} with --engine local", allowed="with --engine ray")
     if engine == "local":
         from darkroom.prepare.job import prepare as run
@@ -260,15 +272,17 @@ def prepare(
         from darkroom.cluster.encoders import Bounds
         from darkroom.cluster.prepare import prepare_on_ray
 
-        bounds = Bounds.parsed(encoders or "1", accelerator, 1.0 if fraction is None else fraction)
+        bounds = Bounds.parsed(
+            on.encoders or "1", on.accelerator, 1.0 if on.fraction is None else on.fraction
+        )
         with progress_bar("prepare", as_json) as progress:
             report = prepare_on_ray(
                 store,
                 model,
-                address=ray_address,
+                address=on.ray_address,
                 bounds=bounds,
-                cpu_workers=cpu_workers,
-                grows=grows,
+                cpu_workers=on.cpu_workers,
+                grows=on.grows,
                 progress=progress,
                 say=console(as_json),
                 **settings,

@@ -21,16 +21,22 @@ class OptionsOf:
     """Marks a command's parameter that stands for one option for each of these fields of a settings' model.
 
     Type, default, range and help are the field's own; `instead` has the typer annotation of a field that has
-    another form on the command line. The command is handed a dictionary by the fields' names.
+    another form on the command line, `flags` the names of options that are not called like their field. The
+    command is handed a dictionary by the fields' names; with `only_given` None for what was not given.
     """
 
     model: type[BaseModel]
     names: tuple[str, ...]
     instead: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    only_given: bool = False
 
     def options(self) -> dict[str, tuple[Any, Any]]:
         """Of each field the typer annotation, and the default or what stands for none."""
-        made = {name: _option_of(self.model, name) for name in self.names}
+        made = {
+            name: _option_of(self.model, name, self.flags.get(name), only_given=self.only_given)
+            for name in self.names
+        }
         return made | {name: (hint, made[name][1]) for name, hint in self.instead.items()}
 
     def __call__(self, **given: Any) -> dict[str, Any]:
@@ -42,7 +48,7 @@ WIDEST = 2**31
 """A larger bound says nothing to a reader of `--help`: it is left to the model."""
 
 
-def _option_of(model: type[BaseModel], name: str) -> tuple[Any, Any]:
+def _option_of(model: type[BaseModel], name: str, flag: str | None, *, only_given: bool) -> tuple[Any, Any]:
     """A field's typer annotation and its default: its type, its description, its range, its choices.
 
     A `None: ...` in the description says what holds by default. Bounds that are open (`gt`) are left to the
@@ -57,14 +63,20 @@ def _option_of(model: type[BaseModel], name: str) -> tuple[Any, Any]:
     rules = [(bound, getattr(rule, key, None)) for bound, key in bounds.items() for rule in one.metadata]
     limits = {bound: limit for bound, limit in rules if limit is not None and abs(limit) < WIDEST}
     about = (one.description or "").replace("None:", "default:")
+    about += f"; default: {one.default:g}" if only_given else ""
     option = typer.Option(
+        *(() if flag is None else (flag,)),
         help=f"{', '.join(choices)}: {about}" if choices else about,
         autocompletion=(lambda: choices) if choices else None,
         **limits,
     )
-    optional = kind | None if type(None) in get_args(one.annotation) else kind
-    default = inspect.Parameter.empty if one.default is PydanticUndefined else one.default
-    return Annotated[optional, option], default
+    optional = kind | None if only_given or type(None) in get_args(one.annotation) else kind
+    if only_given:
+        return Annotated[optional, option], None
+    if one.default is PydanticUndefined:
+        return Annotated[optional, option], inspect.Parameter.empty
+    # A tuple stands for an option that may be given again: without it the command is handed None.
+    return Annotated[optional, option], None if isinstance(one.default, tuple) else one.default
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

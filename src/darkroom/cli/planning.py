@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from darkroom.cli.application import Json, app, columns, console, recipe_file, show
-from darkroom.cli.groups import grouped
+from darkroom.cli.groups import OptionsOf, grouped
 from darkroom.errors import InputError, RecipeError
+from darkroom.picture_settings import PictureSettings
 
 if TYPE_CHECKING:
-    from darkroom.plan.pictures import PictureSettings
     from darkroom.plan.targets import PlanRequest, Target
 
 JOBS = ("generate", "serve", "prepare")
@@ -93,23 +93,8 @@ class TargetOptions:
         )
 
 
-@dataclass(frozen=True)
-class JobOptions:
-    """Pictures that are planned: `darkroom.plan.generation.PictureSettings`."""
-
-    model: Annotated[str, typer.Option(help="jobs: a family or a model folder")] = "sd15"
-    size: Annotated[str, typer.Option(help="generate, serve: the pictures' size")] = "512x512"
-    steps: Annotated[int, typer.Option(min=1, help="generate, serve: denoising steps")] = 30
-    guidance: Annotated[
-        float | None,
-        typer.Option(min=0, help="generate, serve: above 1 doubles the work; the model's own or 7.5"),
-    ] = None
-    batch: Annotated[int, typer.Option(min=1, help="generate: pictures at once")] = 1
-    attention: Annotated[str, typer.Option(help="generate, serve: fused or plain")] = "fused"
-    channels_last: Annotated[
-        bool | None, typer.Option(help="generate, serve: memory layout; default: in half precisions")
-    ] = None
-    pictures: Annotated[int, typer.Option(min=1, help="generate, prepare: how many")] = 1000
+PICTURES = OptionsOf(PictureSettings, tuple(PictureSettings.model_fields))
+"""Pictures that are planned: type, default, range and meaning are `PictureSettings`'."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +141,7 @@ def plan(
     fits: Annotated[
         str | None, typer.Option(help="what a card can do with --model: all tasks, on one screen")
     ] = None,
-    of: JobOptions,
+    of: Annotated[dict[str, Any], PICTURES],
     served: FleetOptions,
     resolution: Annotated[int, typer.Option(min=8, help="prepare: side in pixels")] = 512,
     text: Annotated[bool, typer.Option("--text", help="prepare: the captions' states too")] = False,
@@ -164,7 +149,10 @@ def plan(
         bool, typer.Option("--advise", help="search for the cheapest and fastest plan")
     ] = False,
     head: Annotated[
-        str | None, typer.Option(help="the comment a recipe quotes its plan in, on 'A10G, 8 x A100-80'")
+        str | None,
+        typer.Option(
+            "--recipe-header", help="the comment a recipe quotes its plan in, on 'A10G, 8 x A100-80'"
+        ),
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="put that comment into the recipe")] = False,
     plot: Annotated[
@@ -194,7 +182,7 @@ def plan(
     if refresh_prices is not None:
         return _refresh(refresh_prices, as_json)
     if fits is not None:
-        return _fits(fits, of.model, on.target(), as_json)
+        return _fits(fits, of["model"], on.target(), as_json)
     job, target = _checked_job(job), on.target()
     if job in JOBS and overrides:
         raise InputError(f"{job} {overrides[0]}", mend="a job takes flags, only a recipe takes KEY=VALUE")
@@ -203,14 +191,13 @@ def plan(
     if head is not None:
         return _head(job, overrides or [], head, write, as_json)
     from darkroom.plan import ask
-    from darkroom.plan.pictures import PictureSettings
 
     if job == "generate":
-        asked = [ask.ask_generate(PictureSettings(**asdict(of)))]
+        asked = [ask.ask_generate(PictureSettings(**of))]
     elif job == "serve":
-        asked = [served.asked(PictureSettings(**asdict(of)))]
+        asked = [served.asked(PictureSettings(**of))]
     elif job == "prepare":
-        asked = [ask.ask_prepare(of.model, resolution, of.pictures, text=text)]
+        asked = [ask.ask_prepare(of["model"], resolution, of["pictures"], text=text)]
     else:
         asked = ask.ask_phases(Path(job), overrides or [])
     numbers = [ask.own_count(asked[0], target)] if on.count == "auto" else ask.counts(on.count)
@@ -312,7 +299,7 @@ def _head(job: str, overrides: list[str], on: str, write: bool, as_json: bool) -
     from darkroom.plan import recipe_header as head
 
     if job in JOBS:
-        raise InputError(f"{job} --head", allowed="a recipe file")
+        raise InputError(f"{job} --recipe-header", allowed="a recipe file")
     if write:
         head.write(Path(job), overrides, on)
     block = list(head.head(Path(job), overrides, on))

@@ -10,182 +10,121 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from darkroom import options
-from darkroom.cli.application import CREDENTIALS_HELP, PRECISION_HELP, PROVENANCE_HELP, SIGN_HELP, app
-from darkroom.cli.groups import grouped
+from darkroom.cli.application import PROVENANCE_HELP, app
+from darkroom.cli.groups import OptionsOf, grouped
 from darkroom.errors import InputError
 from darkroom.hardware.system import read_typed
+from darkroom.serve.settings import Limits, ServeSettings
 
 if TYPE_CHECKING:
     from darkroom.cluster.serve import Replicas
-    from darkroom.serve.settings import Limits, ServeSettings
 
 
 OF_RAY = ("ray_address", "replicas", "jobs_per_replica", "replica_cpus", "replica_gpus")
 MOST_REPLICAS = 1000
 MODELS_HELP = "a model folder, a hub id, or a family; several, or a folder of models, are chosen by name"
-MODEL_MEMORY_HELP = "of several models at once, such as 20GB; default: half of what is free"
-ModelMemory = Annotated[str | None, typer.Option(help=MODEL_MEMORY_HELP)]
-ADAPTERS_HELP = "a folder of adapters; new ones appear by themselves"
-Adapters = Annotated[Path | None, typer.Option(help=ADAPTERS_HELP)]
-Slots = Annotated[int, typer.Option(min=1, help="adapters that lie ready at once")]
-MaxRank = Annotated[int, typer.Option(min=1, help="the largest rank of an adapter")]
-ADAPTER_MEMORY_HELP = "of adapters that are no LoRAs at once, such as 4GB; default: a quarter of what is free"
-AdapterMemory = Annotated[str | None, typer.Option(help=ADAPTER_MEMORY_HELP)]
-CONTROLS_HELP = "a folder of ControlNets, T2I-Adapters and IP-Adapters; new ones appear by themselves"
-ControlFolder = Annotated[Path | None, typer.Option("--controls", help=CONTROLS_HELP)]
-CONTROL_MEMORY_HELP = "of nets at once, such as 4GB; default: a quarter of what is free"
-ControlMemory = Annotated[str | None, typer.Option(help=CONTROL_MEMORY_HELP)]
-Embeddings = Annotated[Path | None, typer.Option(help="a folder of textual inversions, by name in prompts")]
-UPSCALERS_HELP = "a folder of ESRGAN networks, by name"
-UpscalerFolder = Annotated[Path | None, typer.Option("--upscalers", help=UPSCALERS_HELP)]
-Host = Annotated[str, typer.Option(help="the address to listen on; others need --api-key-file")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")]
-KeyFile = Annotated[Path | None, typer.Option(help="the API keys that are accepted; see --make-key")]
-NEW_KEY_HELP = "add a key of this name to --api-key-file, print it, and end"
-MakeKey = Annotated[str | None, typer.Option(help=NEW_KEY_HELP)]
-Origins = Annotated[list[str] | None, typer.Option(help="a further web origin that may ask")]
-Hosts = Annotated[list[str] | None, typer.Option(help="a further name of this server, without keys")]
-PUBLIC_URL_HELP = "the address that clients know the server by, such as https://pictures.example"
-PublicUrl = Annotated[str | None, typer.Option(help=PUBLIC_URL_HELP)]
-State = Annotated[Path, typer.Option(help="the folder of jobs and pictures")]
-JOBS_HELP = "the jobs' database, if not SQLite: postgresql+psycopg://..."
-Jobs = Annotated[str | None, typer.Option(help=JOBS_HELP)]
-Name = Annotated[str, typer.Option(help="of this server, where several use a database")]
-Capacity = Annotated[int | None, typer.Option(min=1, help="U-Net evaluations a step; default: by memory")]
-LIMITS_HELP = "a YAML file of bounds (NAME: VALUE), with keys: for those of single keys"
-LimitsFile = Annotated[Path | None, typer.Option(help=LIMITS_HELP)]
-ONE_LIMIT_HELP = "NAME=VALUE of one bound, over the file's; may be given again"
-OneLimit = Annotated[list[str] | None, typer.Option(help=ONE_LIMIT_HELP)]
-PREFIX_HELP = "the path below which a proxy has the server, such as /pictures"
-Prefix = Annotated[str, typer.Option("--path-prefix", help=PREFIX_HELP)]
-METRICS_HELP = "metrics alone on a port of their own, without a key; 0 takes a free one"
-MetricsPort = Annotated[int | None, typer.Option(min=0, max=65535, help=METRICS_HELP)]
-MetricsHost = Annotated[str, typer.Option(help="the address of --metrics-port")]
-TRACES_HELP = "an OpenTelemetry collector that gets traces, such as http://127.0.0.1:4318"
-Traces = Annotated[str | None, typer.Option(help=TRACES_HELP)]
-LogFormat = Annotated[str, typer.Option(help="text or json")]
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error")]
-OWN_OPTIONS = {
-    "queue": ("queue", 1),
-    "queue_seconds": ("queue_s", 1),
-    "rate": ("rate_per_minute", 1),
-    "keep": ("keep_s", 3600),
-    "keep_gb": ("keep_bytes", 1e9),
+
+
+def _option(kind: Any, flag: str, text: str) -> Any:
+    return Annotated[kind, typer.Option(flag, help=text)]
+
+
+MEMORY_HELP = "such as 20GB, of {} in memory at once; default: {} of what is free"
+OTHER_FORMS = {
+    "model_memory": _option(str | None, "--model-memory", MEMORY_HELP.format("several models", "half")),
+    "adapter_memory": _option(
+        str | None, "--adapter-memory", MEMORY_HELP.format("adapters that are no LoRAs", "a quarter")
+    ),
+    "control_memory": _option(str | None, "--control-memory", MEMORY_HELP.format("nets", "a quarter")),
+    "key_file": _option(Path | None, "--api-key-file", "the API keys that are accepted; see --make-key"),
+    "origins": _option(list[str] | None, "--origin", "a further web origin that may ask"),
+    "hosts": _option(list[str] | None, "--allow-host", "a further name of this server, without keys"),
+    "prefix": _option(str, "--path-prefix", "the path below which a proxy has the server, such as /pictures"),
+    "hooks": _option(
+        list[str] | None,
+        "--hook",
+        "MODULE:FUNCTION that sees each picture before it is kept; may be given again",
+    ),
+    "warm_sizes": _option(
+        list[str] | None,
+        "--warm-size",
+        "a size compiled or captured before the first job: 512x768; again for more",
+    ),
 }
-"""Options of bounds: the field, and what a unit of the option is in the field's."""
-QUEUE_HELP = "pictures that may wait; more are refused; default: 256"
-Queue = Annotated[int | None, typer.Option(min=1, help=QUEUE_HELP)]
-QUEUE_SECONDS_HELP = "seconds of work that may wait, by the speed measured; default: 3600"
-QueueSeconds = Annotated[float | None, typer.Option(min=0.001, help=QUEUE_SECONDS_HELP)]
-Rate = Annotated[float | None, typer.Option(min=0.01, help="new jobs a minute with one key; 1200")]
-Keep = Annotated[float | None, typer.Option(min=0.001, help="hours that finished jobs are kept; 24")]
-KEEP_GB_HELP = "of pictures that are kept; the oldest go first; default: 10"
-KeepGb = Annotated[float | None, typer.Option(min=0.001, help=KEEP_GB_HELP)]
-Drain = Annotated[float, typer.Option(min=0, help="seconds to finish running jobs at shutdown")]
-LANES_HELP = "on a CPU, sizes stepped at once, sharing the cores; 2 for a small model, else 1"
-LaneCount = Annotated[int | None, typer.Option("--lanes", min=1, max=256, help=LANES_HELP)]
-Pad = Annotated[bool, typer.Option(help="only a few batch sizes, for compiled backends")]
-DETERMINISTIC_HELP = "calls of few shapes: a picture has the same bits in any batch"
-Deterministic = Annotated[bool, typer.Option(help=DETERMINISTIC_HELP)]
-WarmSize = Annotated[
-    list[str] | None,
-    typer.Option(help="a size compiled or captured before the first job: 512x768; again for more"),
-]
-HOOK_HELP = "MODULE:FUNCTION that sees each picture before it is kept; may be given again"
-Hooks = Annotated[list[str] | None, typer.Option(help=HOOK_HELP)]
-Sign = Annotated[Path | None, typer.Option(help=SIGN_HELP)]
-Credentials = Annotated[str, typer.Option(help=CREDENTIALS_HELP)]
-ProvenanceFlag = Annotated[bool, typer.Option(envvar="DARKROOM_PROVENANCE", help=PROVENANCE_HELP)]
-UsdPerHour = Annotated[float | None, typer.Option(min=0, help="price of the device, for the cost of jobs")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")]
-Precision = Annotated[str, typer.Option(help=PRECISION_HELP)]
-Backend = Annotated[str, typer.Option(help="torch, compile, onnx or openvino")]
-OPTIMISE_HELP = "optimisations; default: lossless ones"
-Optimise = Annotated[str | None, typer.Option(help=OPTIMISE_HELP)]
-Mcp = Annotated[bool, typer.Option("--mcp", help="an MCP server at /mcp, for agents that draw")]
-VERTEX_HELP = "as Vertex AI's container: AIP_HTTP_PORT and the other AIP_ variables"
-Vertex = Annotated[bool, typer.Option(help=VERTEX_HELP)]
-Variant = Annotated[str | None, typer.Option(help="weight files of a variant, such as fp16")]
-Revision = Annotated[str | None, typer.Option(help="branch, tag or commit on the hub")]
-SHARED_HELP = "jobs and pictures are those of every server of this --name on the --jobs database"
-Shared = Annotated[bool, typer.Option(help=SHARED_HELP)]
-PATIENCE_HELP = "shared: seconds that a job waits for a server that has its adapters"
-Patience = Annotated[float, typer.Option(min=0, help=PATIENCE_HELP)]
-Lease = Annotated[float, typer.Option(min=1, help="shared: a server silent for so many seconds has no jobs")]
-EngineName = Annotated[str, typer.Option("--engine", help="local: this process; ray: replicas on Ray Serve")]
-ADDRESS_HELP = "ray: auto, local or HOST:PORT; $RAY_ADDRESS, else local"
-RayAddress = Annotated[str | None, typer.Option(help=ADDRESS_HELP)]
-REPLICAS_HELP = "ray: how many, N or LEAST:MOST; default: 1"
-ReplicaCount = Annotated[str | None, typer.Option("--replicas", help=REPLICAS_HELP)]
-JobsEach = Annotated[float | None, typer.Option(help="ray: jobs for which one replica is there; 16")]
-ReplicaCpus = Annotated[float | None, typer.Option(help="ray: CPUs of a replica, and its threads; 1")]
-ReplicaGpus = Annotated[float | None, typer.Option(help="ray: GPUs of a replica; 0")]
+"""Settings that have another form on the command line, or are given several times."""
+FLAGS = {
+    "slots": "--max-loras",
+    "patience_s": "--adapter-affinity-timeout",
+    "lease_s": "--lease",
+    "drain_s": "--drain",
+}
+"""Settings whose options are named otherwise."""
+SERVING = OptionsOf(
+    ServeSettings,
+    (
+        *("model_memory", "adapters", "slots", "max_rank", "adapter_memory", "embeddings", "controls"),
+        *("control_memory", "upscalers", "host", "port", "key_file", "origins", "hosts", "public_url"),
+        *("state", "jobs", "name", "shared", "patience_s", "lease_s", "capacity", "drain_s", "lanes", "pad"),
+        *("warm_sizes", "deterministic", "hooks", "sign", "credentials", "usd_per_hour", "device"),
+        *("precision", "backend", "optimise", "prefix", "metrics_port", "metrics_host", "traces", "mcp"),
+        *("variant", "revision"),
+    ),
+    OTHER_FORMS,
+    FLAGS,
+)
+"""Settings of a server: type, default, range and meaning are `ServeSettings`'."""
+
+
+BOUNDS = OptionsOf(
+    Limits,
+    ("queue", "queue_s", "rate_per_minute", "keep_s", "keep_bytes"),
+    {
+        "keep_s": _option(float | None, "--keep", "hours that finished jobs are kept; default: 24"),
+        "keep_bytes": _option(
+            float | None, "--keep-gb", "of pictures that are kept; the oldest go first; default: 10"
+        ),
+    },
+    {"queue_s": "--queue-seconds", "rate_per_minute": "--rate"},
+    only_given=True,
+)
+"""Bounds with options of their own; what is not given is left to the file of --limits."""
+UNITS = {"keep_s": 3600, "keep_bytes": 1e9}
+"""What a unit of such an option is in its field's."""
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The server's settings, many by the names of `darkroom.serve.settings.ServeSettings`."""
+    """What is no setting of one server: its keys, its other bounds, its logs, and where it runs."""
 
-    model_memory: ModelMemory = None
-    adapters: Adapters = None
-    slots: Slots = 16
-    max_rank: MaxRank = 64
-    adapter_memory: AdapterMemory = None
-    embeddings: Embeddings = None
-    controls: ControlFolder = None
-    control_memory: ControlMemory = None
-    upscalers: UpscalerFolder = None
-    host: Host = "127.0.0.1"
-    port: Port = 8000
-    api_key_file: KeyFile = None
-    make_key: MakeKey = None
-    origin: Origins = None
-    allow_host: Hosts = None
-    public_url: PublicUrl = None
-    state: State = Path("darkroom-serve")
-    jobs: Jobs = None
-    name: Name = "darkroom"
-    shared: Shared = False
-    patience: Patience = 0.5
-    lease: Lease = 10.0
-    capacity: Capacity = None
-    limits: LimitsFile = None
-    limit: OneLimit = None
-    queue: Queue = None
-    queue_seconds: QueueSeconds = None
-    rate: Rate = None
-    keep: Keep = None
-    keep_gb: KeepGb = None
-    drain: Drain = 30.0
-    lanes: LaneCount = None
-    pad: Pad = False
-    warm_size: WarmSize = None
-    deterministic: Deterministic = False
-    hook: Hooks = None
-    provenance: ProvenanceFlag = True
-    sign: Sign = None
-    credentials: Credentials = "settings"
-    usd_per_hour: UsdPerHour = None
-    device: Device = "auto"
-    precision: Precision = "float32"
-    backend: Backend = "torch"
-    optimise: Optimise = None
-    path_prefix: Prefix = ""
-    metrics_port: MetricsPort = None
-    metrics_host: MetricsHost = "0.0.0.0"
-    traces: Traces = None
-    log_format: LogFormat = "text"
-    log_level: LogLevel = "info"
-    mcp: Mcp = False
-    vertex: Vertex = False
-    variant: Variant = None
-    revision: Revision = None
-    engine: EngineName = "local"
-    ray_address: RayAddress = None
-    replicas: ReplicaCount = None
-    jobs_per_replica: JobsEach = None
-    replica_cpus: ReplicaCpus = None
-    replica_gpus: ReplicaGpus = None
+    make_key: Annotated[
+        str | None, typer.Option(help="add a key of this name to --api-key-file, print it, and end")
+    ] = None
+    limits: Annotated[
+        Path | None,
+        typer.Option(help="a YAML file of bounds (NAME: VALUE), with keys: for those of single keys"),
+    ] = None
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE of one bound, over the file's; may be given again"),
+    ] = None
+    provenance: Annotated[bool, typer.Option(envvar="DARKROOM_PROVENANCE", help=PROVENANCE_HELP)] = True
+    log_format: Annotated[str, typer.Option(help="text or json")] = "text"
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info"
+    vertex: Annotated[
+        bool, typer.Option(help="as Vertex AI's container: AIP_HTTP_PORT and the other AIP_ variables")
+    ] = False
+    engine: Annotated[str, typer.Option(help="local: this process; ray: replicas on Ray Serve")] = "local"
+    ray_address: Annotated[
+        str | None, typer.Option(help="ray: auto, local or HOST:PORT; $RAY_ADDRESS, else local")
+    ] = None
+    replicas: Annotated[str | None, typer.Option(help="ray: how many, N or LEAST:MOST; default: 1")] = None
+    jobs_per_replica: Annotated[
+        float | None, typer.Option(help="ray: jobs for which one replica is there; 16")
+    ] = None
+    replica_cpus: Annotated[float | None, typer.Option(help="ray: CPUs of a replica, and its threads; 1")] = (
+        None
+    )
+    replica_gpus: Annotated[float | None, typer.Option(help="ray: GPUs of a replica; 0")] = None
 
 
 @app.command()
@@ -193,6 +132,8 @@ class ServeOptions:
 def serve(
     model: Annotated[list[str] | None, typer.Argument(help=MODELS_HELP)] = None,
     *,
+    settings: Annotated[dict[str, Any], SERVING],
+    bounds: Annotated[dict[str, Any], BOUNDS],
     asked: ServeOptions,
 ) -> None:
     """Serve pictures: a page, APIs and durable jobs.
@@ -206,9 +147,9 @@ def serve(
     Example: darkroom serve model/ --engine ray --replicas 1:4 --jobs postgresql+psycopg://me@db/darkroom
     """
     if asked.make_key is not None:
-        print(_new_key(asked.api_key_file, asked.make_key))
+        print(_new_key(settings["key_file"], asked.make_key))
         return
-    said = {"model": model, **asdict(asked)}
+    said = {"model": model, **settings, **bounds, **asdict(asked)}
     _check(said)
     from darkroom.serve.logs import set_up as set_up_logs
 
@@ -246,7 +187,7 @@ def _check(said: dict[str, Any]) -> None:
 def _settings(said: dict[str, Any]) -> ServeSettings:
     """What the flags say, as the server takes it."""
     from darkroom.serve.api.vertex import model_of, routes_of
-    from darkroom.serve.settings import ServeSettings, models_in
+    from darkroom.serve.settings import models_in
 
     first, *more = models_in(said["model"] or [model_of()])
     if said["model_memory"] is not None and not more:
@@ -260,17 +201,13 @@ def _settings(said: dict[str, Any]) -> ServeSettings:
         "model_memory": _bytes(said["model_memory"]),
         "adapter_memory": _bytes(said["adapter_memory"]),
         "control_memory": _bytes(said["control_memory"]),
-        "key_file": said["api_key_file"],
-        "origins": tuple(_origin(one) for one in said["origin"] or ()),
-        "hosts": tuple(said["allow_host"] or ()),
+        "origins": tuple(_origin(one) for one in said["origins"] or ()),
+        "hosts": tuple(said["hosts"] or ()),
         "public_url": _public_url(said["public_url"]),
-        "patience_s": said["patience"],
-        "lease_s": said["lease"],
-        "drain_s": said["drain"],
         "vertex": routes,
-        "hooks": tuple(said["hook"] or ()),
-        "warm_sizes": tuple(said["warm_size"] or ()),
-        "prefix": _prefix(said["path_prefix"]),
+        "hooks": tuple(said["hooks"] or ()),
+        "warm_sizes": tuple(said["warm_sizes"] or ()),
+        "prefix": _prefix(said["prefix"]),
         "limits": _limits(said),
     }
     return ServeSettings(**{**same, **settings, **elsewhere})
@@ -280,8 +217,6 @@ def _limits(said: dict[str, Any]) -> Limits:
     """The file of --limits, then each --limit NAME=VALUE, then the options that have a name of their own."""
     from pydantic import ValidationError
 
-    from darkroom.serve.settings import Limits
-
     limits = {} if said["limits"] is None else _limits_file(said["limits"])
     for one in said["limit"] or ():
         name, equals, value = one.partition("=")
@@ -289,13 +224,13 @@ def _limits(said: dict[str, Any]) -> Limits:
             known = ", ".join(sorted(set(Limits.model_fields) - {"keys"}))
             raise InputError(f"--limit {one}", allowed=f"NAME=VALUE, NAME one of {known}")
         limits[name] = value
-    for option, (name, factor) in OWN_OPTIONS.items():
-        if said[option] is not None:
-            value = said[option] * factor
-            limits[name] = int(value) if name in ("queue", "keep_bytes") else value
+    for name in BOUNDS.names:
+        if said[name] is not None:
+            value = said[name] * UNITS.get(name, 1)
+            limits[name] = int(value) if name == "keep_bytes" else value
     queue = limits.get("queue", Limits.model_fields["queue"].default)
     if "queue_per_key" not in limits and isinstance(queue, int):
-        limits["queue_per_key"] = max(1, queue // 2) if said["api_key_file"] is not None else queue
+        limits["queue_per_key"] = max(1, queue // 2) if said["key_file"] is not None else queue
     try:
         return Limits.model_validate(limits)
     except ValidationError as error:

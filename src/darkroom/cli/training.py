@@ -58,7 +58,10 @@ class RayOptions:
         int, typer.Option(min=0, help="ray: how often lost workers are started again")
     ] = 3
     grows: Annotated[
-        bool, typer.Option("--grows", help="ray: an autoscaler adds nodes: wait for what is not there yet")
+        bool,
+        typer.Option(
+            "--wait-for-autoscaler", help="ray: an autoscaler adds nodes: wait for what is not there yet"
+        ),
     ] = False
 
     def placement(self) -> Placement:
@@ -77,7 +80,7 @@ class RayOptions:
             "--ray-address": self.ray_address is not None,
             "--workers": self.workers is not None,
             "--accelerator": self.accelerator is not None,
-            "--grows": self.grows,
+            "--wait-for-autoscaler": self.grows,
         }
         if asked := ", ".join(name for name, is_given in flags.items() if is_given):
             raise InputError(f"{asked} with --engine {engine}", allowed="with --engine ray")
@@ -128,11 +131,10 @@ def train(
                 "--plan with --from", mend="write the recipe first: darkroom recipe --from kohya"
             )
         return plan_here(recipe, overrides or [], as_json)
-    from darkroom.plan.run_estimate import estimate_run
+    from darkroom.plan.ask import estimate_run
     from darkroom.recipe.read import read_sweep
     from darkroom.train.checks import check_settings
-    from darkroom.train.distributed.launch import launch, num_processes, starts_processes
-    from darkroom.train.distributed.ranks import is_first
+    from darkroom.train.distributed.ranks import is_first, launch, num_processes, starts_processes
     from darkroom.train.run import sweep
     from darkroom.train.run import train as run
 

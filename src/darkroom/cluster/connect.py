@@ -1,9 +1,13 @@
-"""Joining a Ray cluster: the one that is there, or one of this machine alone."""
+"""Joining a Ray cluster, the one that is there or one of this machine alone; and the token that Ray asks for.
+
+A local Ray gets a token of its own, and a cluster that wants one is called with the user's.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -16,8 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import darkroom
-from darkroom.cluster.authentication import admitted, local_token
-from darkroom.cluster.private_ray import logs_folder, private, quiet, running_cluster, stop_log_monitor
+from darkroom.cluster.private_ray import (
+    logs_folder,
+    private,
+    quiet,
+    read_settings_anew,
+    running_cluster,
+    stop_log_monitor,
+    token,
+)
 from darkroom.errors import DarkroomError, InputError, MissingExtra
 
 LOCAL, AUTO = "local", "auto"
@@ -72,8 +83,8 @@ class Cluster:
         raise InputError(
             f"accelerator '{accelerator}' is not in the cluster",
             allowed=", ".join(there) if there else "none: no node names an accelerator",
-            mend="start nodes of that type, ask for another (--accelerator), or say --grows where an "
-            "autoscaler brings them",
+            mend="start nodes of that type, ask for another (--accelerator), or say "
+            "--wait-for-autoscaler where an autoscaler brings them",
         )
 
     def waits_for(self, accelerator: str | None) -> str:
@@ -307,3 +318,189 @@ def worker_environment() -> dict[str, str]:
         name: value for name, value in os.environ.items() if name in CARRIED or name.startswith(CARRIED_BEGIN)
     }
     return {"GOMP_SPINCOUNT": "10000", **carried, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+# ---- the token
+
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+STRANGER_S = 6.0
+"""So long a cluster may take to answer; `ray.init` would wait for most of a minute."""
+MEND = f"put the cluster's token into ~/.ray/auth_token, or set {TOKEN} or {TOKEN_PATH}"
+
+
+def refuses(address: str, bearer: str = "") -> bool | None:
+    """Whether a cluster refuses a call that brings this token, or none; None where it cannot be asked."""
+    answer = _answer_to(address, bearer)
+    return answer == "UNAUTHENTICATED" if answer in ("OK", "UNAUTHENTICATED") else None
+
+
+def _answer_to(address: str, bearer: str) -> str:
+    """The name of gRPC's status; empty where there is no gRPC."""
+    try:
+        import grpc  # type: ignore[import-untyped]
+    except ImportError:
+        return ""
+    call = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+    metadata = [("authorization", f"Bearer {bearer}")] if bearer else None
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(call)(b"", timeout=STRANGER_S, metadata=metadata)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+    return "OK"
+
+
+def _check_answers(address: str, answer: str) -> None:
+    """InputError where something listens that is no cluster, or one that hangs. One that wants TLS cannot be
+    asked in this way."""
+    tls = os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true")
+    if answer in ("DEADLINE_EXCEEDED", "UNAVAILABLE", "UNIMPLEMENTED") and not tls:
+        why = f"within {STRANGER_S:g} s" if answer == "DEADLINE_EXCEEDED" else "as one"
+        raise InputError(
+            f"something listens at {address} and does not answer {why}: no Ray cluster, or one that hangs",
+            mend="look at it with 'ray status', or give another --ray-address",
+        )
+
+
+@contextmanager
+def local_token() -> Iterator[None]:
+    """Within, a Ray that is started here has a token, and what Ray keeps of it is forgotten afterwards.
+
+    Ray turns token authentication on for a cluster that `ray.init` starts and, where the user has no token,
+    writes one into the home. Every cluster of this user would want it from then on, so this process brings
+    one of its own that is written nowhere. RAY_AUTH_MODE=disabled is left as it is.
+    """
+    brings = {} if os.environ.get(MODE, "token").lower() != "token" or _users_token() else _own()
+    with _environment(**brings):
+        yield
+
+
+@contextmanager
+def admitted(address: str) -> Iterator[None]:
+    """Within, this process may call the cluster at HOST:PORT. InputError where that wants another token."""
+    cluster, mode = f"the Ray cluster at {address}", os.environ.get(MODE, "").lower()
+    answer = _answer_to(address, "")
+    _check_answers(address, answer)
+    if answer != "UNAUTHENTICATED":
+        if mode == "token" and not _users_token():
+            raise InputError(f"{MODE}=token, and there is no token here", mend=f"{MEND}, or unset {MODE}")
+        with _environment():
+            yield
+        return
+    if mode not in ("", "token"):
+        raise InputError(f"{cluster} wants a token, and {MODE}={os.environ[MODE]}", mend=f"set {MODE}=token")
+    bearer = _users_token()
+    if not bearer:
+        raise InputError(f"{cluster} wants a token, and there is none here", mend=MEND)
+    if refuses(address, bearer):
+        raise InputError(f"{cluster} refuses the token from {_where()}", mend=MEND)
+    with _environment(**{MODE: "token"}):
+        yield
+
+
+def _own() -> dict[str, str]:
+    return {MODE: "token", TOKEN: secrets.token_hex(32)}
+
+
+def _users_token() -> str:
+    """The user's token as Ray finds it; InputError where a file that is named has none."""
+    import ray
+
+    read_settings_anew()
+    try:
+        return token()
+    except ray.exceptions.AuthenticationError as error:
+        raise InputError(f"{error.message}", mend=MEND) from None
+
+
+def _where() -> str:
+    """Where the user's token is, in the order in which Ray looks."""
+    if os.environ.get(TOKEN):
+        return f"${TOKEN}"
+    return os.environ.get(TOKEN_PATH) or "~/.ray/auth_token"
+
+
+@contextmanager
+def _environment(**brings: str) -> Iterator[None]:
+    """Within, these variables are set; Ray sets the mode too, so afterwards both are as they were."""
+    before = {name: os.environ.get(name) for name in (MODE, TOKEN)}
+    os.environ.update(brings)
+    read_settings_anew()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        read_settings_anew()
+
+
+# ---- the capacity of a cluster's nodes, and the message of a job that waits for more
+
+WAIT_SAID_S = 15.0  # how often it is said that a job waits
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the nodes that workers may go to have: (CPUs, GPUs) of each."""
+
+    nodes: tuple[tuple[float, float], ...]
+    grows: bool = False  # more nodes come when they are asked for
+    local: bool = False  # of a Ray that was started here and ends with the job
+
+    @property
+    def cpus(self) -> float:
+        """Of all nodes."""
+        return sum(cpus for cpus, _ in self.nodes)
+
+    @property
+    def gpus(self) -> float:
+        """Of all nodes."""
+        return sum(gpus for _, gpus in self.nodes)
+
+    def holds(self, cpus: float, gpus: float) -> int:
+        """How many workers of so many CPUs and GPUs fit, each whole on one node."""
+        return sum(int(min(has[0] // cpus, has[1] // gpus if gpus else has[0] // cpus)) for has in self.nodes)
+
+    @property
+    def largest(self) -> str:
+        """The node with the most GPUs, then CPUs, as words."""
+        cpus, gpus = max(self.nodes, key=lambda has: has[::-1], default=(0.0, 0.0))
+        return f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
+
+
+def resources_of_nodes() -> list[dict[str, float]]:
+    """What each node that lives has."""
+    import ray
+
+    return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+
+
+def capacity_of(cluster: Cluster, accelerator: str | None) -> Capacity:
+    """The nodes that live, of a type where one is asked for."""
+    fit = [has for has in resources_of_nodes() if accelerator is None or f"{TYPE}{accelerator}" in has]
+    return Capacity(
+        tuple((has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in fit), cluster.may_grow, cluster.local
+    )
+
+
+def waiting(what: str, cpus: float, gpus: float, accelerator: str | None) -> str:
+    """That a job waits for workers or encoders: what each needs, and what is free on nodes of the type."""
+    import ray
+
+    nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    fit = {node: has for node, has in nodes.items() if accelerator is None or f"{TYPE}{accelerator}" in has}
+    left = private("free_by_node")()
+    asked = {kind: amount for kind, amount in (("GPU", gpus), ("CPU", cpus)) if amount}
+    needs = [f"{amount:g} {kind}s" for kind, amount in asked.items()]
+    free = [
+        f"{sum(left.get(node, {}).get(kind, 0) for node in fit):g} of "
+        f"{sum(has.get(kind, 0) for has in fit.values()):g} {kind}s"
+        for kind in asked
+    ]
+    if not asked:
+        return f"waiting for {what} to start, which share this machine's CPUs with all else"
+    of = f" on a node of type {accelerator} ({len(fit)} up)" if accelerator is not None else ""
+    return f"waiting for {what} to start: each needs {' and '.join(needs)}{of}; free: {', '.join(free)}"

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from darkroom.cluster.authentication import refuses
-from darkroom.cluster.connect import TYPE, Cluster, connected
+from darkroom.cluster.connect import TYPE, Cluster, connected, refuses
 from darkroom.cluster.probe import About, Probe, opened
 from darkroom.errors import InputError, MissingExtra
 from darkroom.hardware.doctor import Check

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from darkroom.cluster.capacity import WAIT_SAID_S, waiting
-from darkroom.cluster.connect import TYPE
+from darkroom.cluster.connect import TYPE, WAIT_SAID_S, waiting
 from darkroom.cluster.usage import PREPARE, SettingNames
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware import accelerator

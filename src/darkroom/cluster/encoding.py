@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from darkroom.cluster.encoders import device_here
-from darkroom.cluster.seen import check_here
+from darkroom.cluster.shared_store import check_here
 from darkroom.cluster.usage import BlockTimes
 
 if TYPE_CHECKING:

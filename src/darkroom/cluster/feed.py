@@ -24,12 +24,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from darkroom.cluster.capacity import resources_of_nodes
-from darkroom.cluster.connect import describe
+from darkroom.cluster.connect import describe, resources_of_nodes
 from darkroom.cluster.encoders import QUEUE, Bounds, check_room, on_one_machine
 from darkroom.cluster.encoding import OnlineEncoder, Parts, RowSource, asked, read_rows
 from darkroom.cluster.keeper import Keeper, SharedPool
-from darkroom.cluster.seen import check_nodes, stores_here
+from darkroom.cluster.shared_store import check_nodes, stores_here
 from darkroom.cluster.stages import MOST_TRIES, Stages
 from darkroom.cluster.usage import ONLINE, Use
 from darkroom.data.loader import Assembler, Batch
@@ -147,7 +146,7 @@ def _spare_cpus(bounds: Bounds, nodes: list[dict[str, float]], reserved: float) 
 
 @dataclass(frozen=True)
 class OnlineFeed:
-    """A feed that workers can be handed; see `darkroom.train.data.online.OpenFeed`."""
+    """A feed that workers can be handed; see `darkroom.train.data.feed.OpenFeed`."""
 
     keeper: Any
     settings: OnlineSettings
@@ -168,7 +167,7 @@ class OnlineFeed:
 
         [store] = stores
         parts = _parts(task, data.text)
-        ranks.in_turn(lambda: self._hold(parts))
+        ranks.rank0_first(lambda: self._hold(parts))
         source = RowSource(str(store.path), store.version, task.read)
         pin = accelerator.kind_of(device).streams
         job = _StreamSetup(
@@ -176,7 +175,7 @@ class OnlineFeed:
             cpus=self.cpus,
             shares=self.shares,
             settings=data.online,
-            ahead=data.ahead,
+            ahead=data.prefetch_batches,
             steps=train.steps,
             source=source,
             order=order,

@@ -26,10 +26,9 @@ import lance
 import pyarrow as pa
 
 from darkroom import models
-from darkroom.cluster.capacity import resources_of_nodes
-from darkroom.cluster.connect import connected
+from darkroom.cluster.connect import connected, resources_of_nodes
 from darkroom.cluster.encoders import Bounds, Pool, check_room, device_here, on_one_machine, options_of
-from darkroom.cluster.seen import check_here, check_nodes
+from darkroom.cluster.shared_store import check_here, check_nodes
 from darkroom.cluster.stages import MOST_TRIES, Stages
 from darkroom.cluster.usage import BlockTimes, Use
 from darkroom.errors import DarkroomError, StoreError
@@ -415,7 +414,7 @@ def _write_part(path: str, encoded: list[Encoded], field: pa.Field) -> None:
     temporary = Path(f"{path}.{platform.node()}.{os.getpid()}")
     with (
         pa.OSFile(str(temporary), "wb") as file,
-        pa.ipc.new_file(file, schema.with_metadata({"told": counts})) as out,
+        pa.ipc.new_file(file, schema.with_metadata({"counts": counts})) as out,
     ):
         for one in encoded:
             out.write_batch(pa.record_batch([pa.array(one.offsets, pa.int64()), one.values], schema=schema))
@@ -427,7 +426,7 @@ def read_part(path: str) -> Iterator[Encoded]:
     """The pieces of a part."""
     with pa.memory_map(path) as file:
         reader = pa.ipc.open_file(file)
-        counts = json.loads(reader.schema.metadata[b"told"])
+        counts = json.loads(reader.schema.metadata[b"counts"])
         for i, (rows, unreadable) in enumerate(counts):
             batch = reader.get_batch(i)
             yield Encoded(batch.column(0).to_pylist(), batch.column(1), rows, unreadable)

@@ -19,8 +19,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from darkroom.cluster.capacity import WAIT_SAID_S, Capacity, capacity_of, waiting
-from darkroom.cluster.connect import connected
+from darkroom.cluster.connect import WAIT_SAID_S, Capacity, capacity_of, connected, waiting
 from darkroom.cluster.elastic import (
     MONITOR_S,
     WorkerRange,
@@ -32,11 +31,10 @@ from darkroom.cluster.elastic import (
 from darkroom.cluster.feed import online
 from darkroom.cluster.mail import Mail
 from darkroom.cluster.private_ray import private, to_extend
-from darkroom.cluster.seen import stores_here
+from darkroom.cluster.shared_store import stores_here
 from darkroom.cluster.worker import LOST, TICK_S, work
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped
 from darkroom.hardware.system import on_stop_signal
-from darkroom.recipe.phases import phase_recipes
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import DataSettings, ParallelSettings, Recipe, TrainSettings
@@ -104,7 +102,7 @@ def train(
         if waits := cluster.waits_for(placement.accelerator):
             console(waits)
         capacity = capacity_of(cluster, placement.accelerator)
-        phases = [one.train for _, one in phase_recipes(recipe, Path())] or [recipe.train]
+        phases = [one.train for _, one in recipe.in_phases(Path())] or [recipe.train]
         counts = _workers(phases, recipe.parallel, placement, capacity)
         target = _target(Path(out).absolute(), resume, in_phases=bool(recipe.phases))
         try:
@@ -154,8 +152,8 @@ def _workers(
         raise InputError(
             f"{counts[0]} workers of {each} each: the cluster's nodes{of} fit {holds}, "
             f"the largest has {capacity.largest}",
-            mend="ask for fewer with --workers or less with --cpus, add nodes, or say --grows where an "
-            "autoscaler brings them",
+            mend="ask for fewer with --workers or less with --cpus, add nodes, or say "
+            "--wait-for-autoscaler where an autoscaler brings them",
         )
     return counts
 

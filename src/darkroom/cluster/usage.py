@@ -106,7 +106,8 @@ class Use:
             return f"{message}: {self._starving(shares)}"
         waits = self.waited_s / self.wall_s
         if waits > WAITS:
-            return f"{message}: neither is full, and training waits {waits:.0%} of its time: raise data.ahead"
+            waited = f"training waits {waits:.0%} of its time"
+            return f"{message}: neither is full, and {waited}: raise data.prefetch_batches"
         return f"{message}: {words.idle}"
 
     def _slots(self) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from darkroom.cluster.elastic import Paused, why_leave
 from darkroom.cluster.encoders import last_line
-from darkroom.cluster.seen import check_here
+from darkroom.cluster.shared_store import check_here
 from darkroom.errors import DarkroomError, InputError, Stopped
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import remove_file

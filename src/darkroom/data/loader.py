@@ -29,7 +29,7 @@ import torch
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
-from darkroom.data import order as draws
+from darkroom.data import draws
 from darkroom.data.blocks import (
     Array,
     Block,
@@ -45,8 +45,9 @@ from darkroom.data.blocks import (
     parse_text,
     pixels_of,
 )
+from darkroom.data.draws import Purpose
 from darkroom.data.images import ColourChange
-from darkroom.data.order import BatchRows, Ints, Order, OrderSettings, Purpose, SampleOrder
+from darkroom.data.order import BatchRows, Ints, Order, OrderSettings, SampleOrder
 from darkroom.data.store import Store
 from darkroom.errors import InputError, LoaderError
 

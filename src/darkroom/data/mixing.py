@@ -27,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from darkroom.data.order import BatchRows, Indexed, Ints, Order, OrderSettings, Rows, mix
+from darkroom.data.draws import mix
+from darkroom.data.order import BatchRows, Indexed, Ints, Order, OrderSettings, Rows
 from darkroom.data.store import FragmentInfo, Store
 from darkroom.errors import InputError
 

@@ -18,10 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field
 import darkroom
 from darkroom import models
 from darkroom.errors import InputError
-from darkroom.evaluate.drawing import Generate, draw
 from darkroom.evaluate.extractors import Extractor, open_extractor
 from darkroom.evaluate.metrics import METRICS, MetricResult, Scorer, Sets, check_needs, chosen
-from darkroom.evaluate.pictures import FolderPictures, Pictures, open_pictures
+from darkroom.evaluate.pictures import FolderPictures, Generate, Pictures, draw, open_pictures
 from darkroom.evaluate.prompts import Prompts, prompts_of_pictures, without_token
 from darkroom.models.model import Model
 from darkroom.tables import append_rows, check_table, read_rows

@@ -119,7 +119,7 @@ def _captions_beside(folder: Path) -> Iterator[tuple[str, str | None]]:
     except InputError as error:
         if "-column" not in error.mend:
             raise
-        mend = "call its columns file_name and text, or rename the file and put a .txt beside each picture"
+        mend = "call its columns file_name and text, or rename the file and put a .txt next to each picture"
         raise InputError(error.given, mend=mend) from error
 
 

@@ -10,7 +10,7 @@ from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware import machine
 from darkroom.hardware.memory import has_statistics
 from darkroom.measure.drawing import Metered, StepTimer, Workload
-from darkroom.measure.optimisations import DEVICE_LOST, let_go, why_not
+from darkroom.measure.optimisations import DEVICE_LOST, free_memory, why_not
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.memory import CPU_MARGIN, Needs, count_needs
@@ -121,7 +121,7 @@ def _lack(drawing: Workload, kind: PrecisionCase, backend: Backend, needs: Needs
     except Exception as error:
         lack = why_not(error)
         del error
-        let_go(device)
+        free_memory(device)
         return lack
     return ""
 

@@ -94,7 +94,7 @@ def _optimisation_rows(
             raise
         except Exception as error:
             yield _without(drawing, names, why_not(error))
-        let_go(device)
+        free_memory(device)
 
 
 def _start(drawing: Workload, names: str, device: str) -> Start:
@@ -146,7 +146,7 @@ def _aside(drawing: Workload, names: str) -> Iterator[None]:
     moves, device = "offload_" in names, drawing.device
     if moves:
         drawing.model.to("cpu")
-        let_go(device)
+        free_memory(device)
     try:
         yield
     finally:
@@ -239,7 +239,7 @@ def _precision(names: str, drawing: Workload) -> str:
     return next((name for name in ("fp16", "bf16", "tf32") if name in parts), drawing.precision)
 
 
-def let_go(device: str) -> None:
+def free_memory(device: str) -> None:
     """Free what is not held any more, on the card too."""
     gc.collect()
     accelerator.empty_cache()

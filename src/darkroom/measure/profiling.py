@@ -258,10 +258,10 @@ def _profiled(
     looked: list[Iteration] = []
     plain: list[float] = []
     for number in range(WARMUP + repeats):
-        ranks.meet()
+        ranks.barrier()
         with _watching(step, watched.enter, ranks):
             one = watched.iteration(lambda: iteration(watched.enter))
-        ranks.meet()
+        ranks.barrier()
         synchronise(device)
         began = time.perf_counter()
         iteration(lambda part: None)

@@ -13,9 +13,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from darkroom.picture_settings import PictureSettings
     from darkroom.plan.ask import ask_generate, ask_prepare, ask_recipe, plans
     from darkroom.plan.jobs import Plan
-    from darkroom.plan.pictures import PictureSettings
     from darkroom.plan.show import to_dict
     from darkroom.plan.targets import PlanRequest, Target
 

@@ -249,7 +249,7 @@ def envelope(stages: Sequence[str], fixed: Floats, row: Floats, max_rows: int = 
 
 CODE = (
     *("train", "sample", "models", "prepare", "recipe", "counting.py", "proof/peers.py"),
-    *(f"plan/{name}.py" for name in ("counts", "generation", "memory", "settings", "tracing", "training")),
+    *(f"plan/{name}.py" for name in ("counts", "generation", "settings", "tracing", "training")),
 )
 """What a count depends on: these folders and files of darkroom."""
 PACKAGES = ("torch", "diffusers", "transformers", "peft")

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from darkroom.errors import InputError
+from darkroom.picture_settings import PictureSettings
 from darkroom.plan.ask import ask_generate, ask_recipe_object, plans
 from darkroom.plan.jobs import MOST_ROWS, Plan
-from darkroom.plan.pictures import PictureSettings
 from darkroom.plan.show import gb, hours, seconds, usd
 from darkroom.plan.targets import PlanRequest, Target, chosen_cards, fast_precision, here
 from darkroom.recipe.read import make_recipe
@@ -165,7 +165,7 @@ def _pictures(model: str, target: Target, half: str) -> Fit:
 
     def ask(resolution: int) -> PlanRequest:
         size = f"{resolution}x{resolution}"
-        return ask_generate(PictureSettings(model, size, pictures=1))
+        return ask_generate(PictureSettings(model=model, size=size, pictures=1))
 
     return _largest("generate", {"--precision": half}, model, ask, replace(target, precision=half))
 

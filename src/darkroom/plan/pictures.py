@@ -4,27 +4,12 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from darkroom.plan.counts import Profile, cached_profile
 from darkroom.plan.settings import configs_of
 
 USUAL_GUIDANCE = 7.5
-
-
-@dataclass(frozen=True)
-class PictureSettings:
-    """Making pictures, by flags."""
-
-    model: str = "sd15"
-    size: str = "512x512"
-    steps: int = 30
-    guidance: float | None = None  # None: the model's own, else 7.5
-    batch: int = 1
-    pictures: int = 1000
-    attention: str = "fused"
-    channels_last: bool | None = None  # None: as `generate` picks it, in half precisions
 
 
 def own_guidance(model: str) -> float:

@@ -1,6 +1,6 @@
 """The plan that a recipe quotes at its head: a comment that names the command it came from.
 
-    # Planned by: darkroom plan recipes/NAME.yaml --head "A10G, 8 x A100-80"
+    # Planned by: darkroom plan recipes/NAME.yaml --recipe-header "A10G, 8 x A100-80"
     #   A10G: 9.1 GB of 24, 0.91 s a step, 15 min, USD 0.26 (price of 2026-07-15)
 
 `quoted` finds that block in a recipe, `differences` says what of it the plan no longer says.
@@ -37,7 +37,7 @@ class Quoted:
 def head(recipe: Path, overrides: Sequence[str], on: str) -> Iterator[str]:
     """The comment block of a recipe's plan on cards such as 'A10G, 8 x A100-80'."""
     shown = " ".join(["recipes/" + recipe.name, *(shlex.quote(one) for one in overrides)])
-    yield f'{MARK}{shown} --head "{on}"'
+    yield f'{MARK}{shown} --recipe-header "{on}"'
     asked = ask_phases(recipe, overrides)
     for name, count in devices(on):
         found = [plans(one, Target(gpu=name, count=count))[0] for one in asked]
@@ -53,7 +53,7 @@ def devices(on: str) -> Iterator[tuple[str, int]]:
     for text in on.split(","):
         match = re.fullmatch(r"(?:(\d+)\s*x\s+)?(\S.*)", text.strip())
         if match is None:
-            raise InputError(f"--head {on}", allowed="cards such as 'A10G, 8 x A100-80'")
+            raise InputError(f"--recipe-header {on}", allowed="cards such as 'A10G, 8 x A100-80'")
         yield match[2], int(match[1] or 1)
 
 
@@ -79,8 +79,10 @@ def quoted(recipe: Path) -> Quoted | None:
     while end < len(lines) and lines[end].startswith("#   "):
         end += 1
     _, *overrides, flag, on = shlex.split(lines[start].removeprefix(MARK))
-    if flag != "--head":
-        raise InputError(f"{recipe}: {lines[start]}", allowed=f'{MARK}RECIPE [KEY=VALUE] --head "CARDS"')
+    if flag not in ("--recipe-header", "--head"):  # the latter until this release
+        raise InputError(
+            f"{recipe}: {lines[start]}", allowed=f'{MARK}RECIPE [KEY=VALUE] --recipe-header "CARDS"'
+        )
     return Quoted(tuple(overrides), on, tuple(lines[start:end]))
 
 

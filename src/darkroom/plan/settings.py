@@ -34,8 +34,8 @@ NO_EFFECT: dict[str, tuple[str, ...]] = {
         *("steps", "global_batch", "micro_batch", "precision", "device", "seed", "log_every"),
         *("compile", "tf32", "cudnn_benchmark"),
     ),
-    "optim": ("warmup_steps", "decay", "final_lr_ratio"),
-    "data": ("filter", "holdout", "workers", "ahead"),
+    "optim": ("warmup_steps", "lr_schedule", "final_lr_ratio"),
+    "data": ("filter", "holdout", "workers", "prefetch_batches"),
     "sample": ("seed", "steps", "solver"),
 }
 """What changes neither an operation of a step nor a tensor; precision, batch and what kernels are computed by
@@ -138,13 +138,12 @@ def read_phase(path: Path, overrides: Sequence[str], phase: int | None) -> tuple
     """A recipe, or one of its phases with the recipe's own model: its weights do not matter here; with notes
     on what stands in for parts that are not there yet.
     """
-    from darkroom.recipe.phases import phase_recipes
     from darkroom.recipe.read import read_recipe
 
     recipe = read_recipe(path, overrides)
     model, notes = _stood_in(recipe.model, path.parent)
     if phase is not None:
-        _, recipe = list(phase_recipes(recipe, Path()))[phase]
+        _, recipe = list(recipe.in_phases(Path()))[phase]
     return recipe.model_copy(update={"model": model}), notes
 
 

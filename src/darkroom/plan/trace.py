@@ -18,12 +18,13 @@ from darkroom.bill import format_number
 from darkroom.errors import InputError
 from darkroom.hardware.prices import Price
 from darkroom.options import parse_size
+from darkroom.picture_settings import PictureSettings
 from darkroom.plan.ask import USUAL_PRECISION
 from darkroom.plan.cost import cost, offer_for
 from darkroom.plan.counts import Profile
 from darkroom.plan.intervals import time_width
 from darkroom.plan.jobs import GenerateJob, Plan, Where, plan_generating
-from darkroom.plan.pictures import PictureSettings, own_guidance, picture_profile
+from darkroom.plan.pictures import own_guidance, picture_profile
 from darkroom.plan.roofline import Software
 from darkroom.plan.scale import ClusterSpec
 from darkroom.plan.serving import (
@@ -298,8 +299,8 @@ def _flops(request: Request, profile: Profile) -> float:
 def _notes(requests: Sequence[Request], found: Served, kept: bool, latency_s: float) -> Iterator[str]:
     sizes = ", ".join(f"{width}x{height}" for width, height in sorted({r.size for r in requests}))
     steps = sorted(request.steps for request in requests)
-    wall = format_number(requests[-1].at)
-    yield f"{len(requests)} requests in {wall} s: {sizes}, {steps[0]} to {steps[-1]} steps"
+    duration = format_number(requests[-1].at)
+    yield f"{len(requests)} requests in {duration} s: {sizes}, {steps[0]} to {steps[-1]} steps"
     if not kept:
         yield _out_of_reach(latency_s, found.p95_s)
 

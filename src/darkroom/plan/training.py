@@ -8,26 +8,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from darkroom import models
+from darkroom.counting import ROUND_BYTES, Counter
 from darkroom.models.families import FAMILIES
 from darkroom.models.model import Model
 from darkroom.models.outline import text_configs
-from darkroom.plan.counts import Moment, Profile, cached
-from darkroom.plan.memory import (
-    chunks,
-    makes_latents,
-    own_latents,
-    reads_text,
-    rested,
-    resting,
-    samples,
-    there_early,
-)
+from darkroom.plan.counts import DECODED, KINDS, LATENTS, SAMPLES, Line, Moment, Profile, cached
+from darkroom.plan.generation import decoded, unet_call
 from darkroom.plan.settings import encodes
 from darkroom.plan.tracing import (
     as_on_gpu,
     fakes,
+    moments_of,
     outline,
     profile_of,
     size_bytes,
@@ -35,16 +29,24 @@ from darkroom.plan.tracing import (
     tensors,
     trace_training,
 )
-from darkroom.recipe.sections import VAE_TASKS, AlignSettings
+from darkroom.prepare.encoders import encode_moments
+from darkroom.recipe.sections import VAE_TASKS, AdapterSettings, AlignSettings
+from darkroom.sample.generate import pictures_a_call
+from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 from darkroom.train import setup as job
 from darkroom.train.base_precision import packed_weights
+from darkroom.train.data.local_dataset import has_own_store
+from darkroom.train.data.precomputed import PREPARED_PIXELS
 from darkroom.train.distributed.ddp_fsdp import blocks_of
 from darkroom.train.distributed.weights import cast
-from darkroom.train.tasks.diffusion import SIZES
+from darkroom.train.memory import LEAST_BYTES
+from darkroom.train.tasks.diffusion import ENCODED_PIXELS, SIZES, Diffusion, Task
 from darkroom.train.tasks.dmd2 import DistributionMatching
 
 if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
+    from pydantic import BaseModel
+
+    from darkroom.recipe.sections import DataSettings, ModelSettings, Recipe, TrainSettings
 
 
 CPU = torch.device("cpu")
@@ -61,19 +63,21 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
     if recipe.model.word is not None:
         _fill_tokenizers(model)
     dtype = models.precision(precision)
-    inline, before = encodes(recipe.task, data), makes_latents(recipe.task, data)
+    inline, before = encodes(recipe.task, data), _makes_latents(recipe.task, data)
     with fakes(*model.modules.values()) as counter:
         if recipe.frozen_unet and model.unet is not None:
             cast(model.unet, dtype)
         moments: list[Moment] = []
         if before:
             early = recipe.frozen_unet and dtype != torch.float32
-            there = there_early(recipe.model, model, gpu=gpu, cast=early)
+            there = _there_early(recipe.model, model, gpu=gpu, cast=early)
             if data.class_prompt is not None:
                 there = set(model.modules)  # they have drawn the pictures of the class
-            moments += own_latents(counter, side, model, there, gpu=gpu)
+            moments += _own_latents(counter, side, model, there, gpu=gpu)
         # The store is never looked into where everything is encoded inline.
-        task = job.make_task(_without_store(recipe), model, _NoStore(), CPU)  # type: ignore[arg-type]
+        changes = _without_files(data, recipe.train, recipe.model, recipe.adapter)
+        bare = recipe.model_copy(update=changes)
+        task = job.make_task(bare, model, _NoStore(), CPU)  # type: ignore[arg-type]
         if not inline and recipe.task not in VAE_TASKS and hasattr(task, "_encode"):
             task._encode = None
         if gpu and recipe.frozen_text:
@@ -116,8 +120,8 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
         if others:
             other = profile_of(others[0], (2, 3), cpu=not gpu, parameters=parameters, trained=0)
             counted = _in_turns(counted, other, turns.values())
-        idle = [] if gpu else resting(model, task, text=text, inline=inline)
-        steps = rested(counted.moments, model, idle, random=recipe.model.base in FAMILIES)
+        idle = [] if gpu else offloaded(model, task, text=text, inline=inline)
+        steps = _with_offload(counted.moments, model, idle, random=recipe.model.base in FAMILIES)
     return replace(counted, moments=(*steps, *moments))
 
 
@@ -151,21 +155,21 @@ class _NoStore:
         return {}
 
 
-def _without_store(recipe: Recipe) -> Recipe:
-    changes = {"encode": "inline", "text": "inline", "buckets": False, "mask": None}
-    train = recipe.train.model_copy(update={"align": AlignSettings()})  # its extractor is not opened
-    quiet = recipe.model_copy(update={"data": recipe.data.model_copy(update=changes), "train": train})
-    if recipe.adapter is not None:  # what it starts from is as large as what it is
-        quiet = quiet.model_copy(
-            update={
-                "adapter": recipe.adapter.model_copy(update={"start": None, "init_lora_weights": "default"})
-            }
-        )
-    word = recipe.model.word
-    if word is None:
-        return quiet
-    plain = word.model_copy(update={"initial": "a"})  # one token of any tokenizer, also of the stand-in
-    return quiet.model_copy(update={"model": recipe.model.model_copy(update={"word": plain})})
+def _without_files(
+    data: DataSettings, train: TrainSettings, model: ModelSettings, adapter: AdapterSettings | None
+) -> dict[str, BaseModel]:
+    """The sections that name a file or read the store, without that."""
+    inline = {"encode": "inline", "text": "inline", "buckets": False, "mask": None}
+    changes: dict[str, BaseModel] = {
+        "data": data.model_copy(update=inline),
+        "train": train.model_copy(update={"align": AlignSettings()}),  # its extractor is not opened
+    }
+    if adapter is not None:  # what it starts from is as large as what it is
+        changes["adapter"] = adapter.model_copy(update={"start": None, "init_lora_weights": "default"})
+    if model.word is not None:  # one token of any tokenizer, also of the stand-in
+        plain = model.word.model_copy(update={"initial": "a"})
+        changes["model"] = model.model_copy(update={"word": plain})
+    return changes
 
 
 def _facts(
@@ -254,7 +258,6 @@ def adapter_facts(base: str, rank: int, targets: str = "qv") -> dict[str, int]:
 
 def _adapter_facts(base: str, rank: int, targets: str) -> dict[str, int]:
     from darkroom.models.outline import outlined
-    from darkroom.recipe.sections import AdapterSettings
     from darkroom.train.tasks.lora import add_adapters, parameter_table
 
     model = outlined(base, ("unet",))
@@ -279,3 +282,142 @@ def _safetensors_bytes(shapes: dict[str, tuple[int, ...]], item_bytes: int = 4) 
         offset += size
     length = len(json.dumps(header, separators=(",", ":")))
     return 8 + -(-length // 8) * 8 + offset
+
+
+# ---- a run's memory besides its steps: latents made before, samples drawn between, offloaded parts
+
+ROWS = (2, 3)
+
+
+def chunks(resolution: int, *, before: bool, inline: bool) -> dict[str, int]:
+    """Pictures that are encoded at once: `before` the first step, or at each one."""
+    pixels = resolution**2
+    if before:
+        return {LATENTS: max(1, PREPARED_PIXELS // pixels)}
+    return {"inputs": max(1, ENCODED_PIXELS // pixels)} if inline else {}
+
+
+def reads_text(data: DataSettings, task: Task) -> bool:
+    """Whether the text's states come from a column; 'auto' takes one where the latents are prepared too."""
+    if not isinstance(task, Diffusion) or task.trains_text:
+        return False
+    return data.text == "stored" or (data.text == "auto" and data.encode == "stored")
+
+
+# ---- before the first step
+
+
+def _makes_latents(task: str, data: DataSettings) -> bool:
+    """Whether the run makes latents of its own pictures before it trains."""
+    return task not in VAE_TASKS and has_own_store(data) and data.caches_latents
+
+
+def _own_latents(
+    counter: Counter, side: int, model: Model, there: Collection[str], *, gpu: bool
+) -> tuple[Moment, ...]:
+    """What is alive while a run makes its own latents: nothing trains yet, and not all parts are `there`."""
+    traces = []
+    tag_weights(counter, model.modules.values())
+    for rows in ROWS:
+        counter.stage = LATENTS
+        pixels = torch.empty(rows, 3, side, side, dtype=torch.uint8, device="meta")
+        given = counter.fake_tensor(pixels)
+        traces.append(counter.start_trace())
+        encode_moments(model.vae, given)
+        counter.stage, counter.trace = "", None
+    absent = _held_bytes([module for name, module in model.modules.items() if name not in there])
+    return _lighter(moments_of((traces[0], traces[1]), ROWS, cpu=not gpu), absent)
+
+
+def _there_early(settings: ModelSettings, model: Model, *, gpu: bool, cast: bool) -> set[str]:
+    """The parts that hold memory while latents are made.
+
+    A GPU gets the others afterwards. On a CPU a folder's weights lie in its files until they are used, while
+    random ones, and the U-Net's where it was `cast`, are in memory from the start.
+    """
+    if gpu:
+        return {"vae"}
+    found = {"vae"}
+    if settings.base in FAMILIES:
+        found |= model.modules.keys() - (
+            {"text_encoder"} if isinstance(settings.text_encoder, str) else set()
+        )
+    return found | ({"unet"} if settings.fresh_unet or cast else set())
+
+
+# ---- between steps
+
+
+def samples(
+    counter: Counter, number: int, guidance: float | None, resolution: int, model: Model, *, gpu: bool
+) -> tuple[Moment, ...]:
+    """What is alive while a grid of samples is drawn, besides the optimiser's state and the average."""
+    side = resolution // model.vae_factor
+    together = min(number, pictures_a_call(side**2))
+    rows = together if guidance is not None and guidance <= 1 else 2 * together
+    at_once = max(1, min(together, DECODE_PICTURES, DECODE_PIXELS // resolution**2))
+    call, x = unet_call(model.unet), torch.empty(rows, model.latent_channels, side, side)
+    inputs = _told(model, rows, next(model.modules["unet"].parameters()).dtype)
+    trace = counter.start_trace()
+    with torch.no_grad():
+        counter.stage = SAMPLES
+        call(x, torch.zeros(()), inputs.pop("text"), inputs)
+        counter.stage = DECODED
+        decoded(model.vae, x[:at_once])
+    counter.stage, counter.trace = "", None
+    return moments_of((trace, trace), ROWS, cpu=not gpu)  # the same whatever the batch
+
+
+def _told(model: Model, rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A U-Net's inputs other than latents: states of its texts, and SDXL's sizes and pooled states."""
+    configs = text_configs(model)
+    width, length = sum(c.hidden_size for c in configs), configs[0].max_position_embeddings
+    found = {"text": torch.empty(rows, length, width, dtype=dtype)}
+    if model.is_sdxl:
+        pooled = torch.empty(rows, configs[-1].projection_dim, dtype=dtype)
+        found |= {"text_embeds": pooled, "time_ids": torch.empty(rows, 6, dtype=dtype)}
+    return found
+
+
+# ---- meanwhile
+
+
+def offloaded(model: Model, task: Task, *, text: bool, inline: bool) -> list[str]:
+    """The parts that a CPU lays into a file while it trains, because no step runs them.
+
+    `text`: its states come from a column; `inline`: pictures are encoded at each step.
+    """
+    if not isinstance(task, Diffusion):
+        return []
+    encoders = [name for name in model.modules if name.startswith("text_encoder")]
+    idle = [name for name in encoders if name not in task.modules] if text else task.rested_text
+    names = idle if inline else [*idle, "vae"]
+    return names if _held_bytes([model.modules[name] for name in names]) >= LEAST_BYTES else []
+
+
+def _with_offload(
+    moments: Collection[Moment], model: Model, names: Collection[str], *, random: bool
+) -> tuple[Moment, ...]:
+    """The moments of steps while these parts rest; random weights were all in memory before."""
+    light = _lighter(moments, _held_bytes([model.modules[name] for name in names]))
+    if not names or not random:
+        return light
+    whole = {kind: Line(0.0, 0.0) for kind in KINDS}
+    whole["weights"] = Line(4.0 * sum(model.num_parameters.values()), 0.0)
+    return (*light, Moment("opened", whole))
+
+
+def _lighter(moments: Collection[Moment], weights: int) -> tuple[Moment, ...]:
+    """The moments where so many bytes of weights are not in memory."""
+
+    def without(moment: Moment) -> Moment:
+        line = moment.bytes["weights"]
+        return replace(moment, bytes={**moment.bytes, "weights": Line(line.fixed - weights, line.row)})
+
+    return tuple(map(without, moments))
+
+
+def _held_bytes(modules: Collection[nn.Module]) -> int:
+    """What modules hold, each tensor in whole pieces of the allocator's, as it is counted."""
+    sizes = [size_bytes(tensor) for m in modules for tensor in (*m.parameters(), *m.buffers())]
+    return sum(-(-size // ROUND_BYTES) * ROUND_BYTES for size in sizes)

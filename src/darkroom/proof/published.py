@@ -20,6 +20,11 @@ from darkroom.proof.published_pictures import (
     lambda_memory,
     tensorrt,
     torch2,
+    vertex_largest,
+    vertex_lora,
+    vertex_memory,
+    vertex_serving,
+    vertex_speed,
 )
 from darkroom.proof.published_training import (
     anyscale_costs,
@@ -30,14 +35,7 @@ from darkroom.proof.published_training import (
     mosaic_days,
     mosaic_rates,
 )
-from darkroom.proof.published_vertex import (
-    vertex_largest,
-    vertex_lora,
-    vertex_memory,
-    vertex_serving,
-    vertex_speed,
-)
-from darkroom.proof.rows import PublishedTable, PublishedValue
+from darkroom.proof.tables import PublishedTable, PublishedValue
 
 B_READING = (
     "reading B for every row: prior preservation doubles the batch, VAE and text encoder in float32, AdamW "

@@ -10,7 +10,7 @@ from darkroom.plan.roofline import Efficiency, Software
 from darkroom.plan.scale import ClusterSpec
 from darkroom.proof import tables as t
 from darkroom.proof.peers import OthersStep, others_profile, preparing_profile
-from darkroom.proof.rows import PublishedValue, card, constant, power_of_two
+from darkroom.proof.tables import PublishedValue, card, constant, power_of_two
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Settings of kohya's sd-scripts read as a recipe: the TOML of a training, and that of its data sets.
 
-`TABLE` says option by option what it is here; docs/coming-from.md shows it. What is not known is
+`kohya_options` says option by option what it is here; docs/coming-from.md shows it. What is not known is
 named and left out; what is known and cannot be had is refused.
 """
 
@@ -20,264 +20,29 @@ from typing import Any
 
 from darkroom.errors import RecipeError
 from darkroom.hardware.system import read_typed
-
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-REPEATS = re.compile(r"(\d+)_(.+)")
-MOST_REPEATS = 10_000
-
-
-@dataclass(frozen=True)
-class KohyaOption:
-    """What an option of kohya's is here: a recipe's key, how its value is read, and a remark."""
-
-    key: str
-    read: Callable[[Any], Any] = lambda value: value
-    note: str = ""
-
-
-def _choice(name: str, table: Mapping[str, Any]) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if str(value).lower() not in table:
-            raise RecipeError(name, f"'{value}' is not known here", allowed=", ".join(table))
-        return table[str(value).lower()]
-
-    return read
-
-
-def _side(value: Any) -> int:
-    """One side of '512', 512, '512,512' or [512, 512]."""
-    sides = value if isinstance(value, list) else str(value).split(",")
-    whole = {int(side) for side in sides}
-    if len(whole) != 1:
-        raise RecipeError("resolution", f"{value}: width and height differ", allowed="one side; data.buckets")
-    return whole.pop()
-
-
-def _number(value: Any) -> Any:
-    try:
-        return float(value) if not isinstance(value, list) else [float(one) for one in value]
-    except ValueError:
-        return value
-
-
-PRECISIONS = {"no": "float32", "fp16": "fp16", "bf16": "bf16"}
-LOSSES = {"l2": "mse", "l1": "l1", "huber": "huber", "smooth_l1": "smooth-l1"}
-OPTIMISERS = {
-    "adamw": "adamw",
-    "adamw8bit": "adamw8bit",
-    "adafactor": "adafactor",
-    "prodigy": "prodigy",
-    "adamwschedulefree": "schedule-free",
-    "lion": "lion",
-    "came": "came",
-    "pytorch_optimizer.came": "came",
-    "came_pytorch.came": "came",
-}
-DECAYS = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "cosine": "cosine",
-    "cosine_with_restarts": "cosine-with-restarts",
-    "linear": "linear",
-    "polynomial": "polynomial",
-    "adafactor": "constant",
-}
-
-TABLE: dict[str, KohyaOption] = {
-    "pretrained_model_name_or_path": KohyaOption("model.base"),
-    "vae": KohyaOption("model.vae"),
-    "fp8_base": KohyaOption("model.base_precision", lambda on: "fp8" if on else None, "of the U-Net"),
-    "fp8_base_unet": KohyaOption("model.base_precision", lambda on: "fp8" if on else None),
-    "v_parameterization": KohyaOption("objective.prediction", lambda on: "v" if on else None),
-    "resolution": KohyaOption("data.resolution", _side, "one side"),
-    "enable_bucket": KohyaOption("data.buckets"),
-    "train_batch_size": KohyaOption("train.micro_batch", note="and train.global_batch"),
-    "max_train_steps": KohyaOption("train.steps"),
-    "seed": KohyaOption("train.seed"),
-    "mixed_precision": KohyaOption("train.precision", _choice("mixed_precision", PRECISIONS)),
-    "gradient_checkpointing": KohyaOption("train.gradient_checkpointing"),
-    "learning_rate": KohyaOption("optim.lr", _number, "2e-6 where it is not given, as there"),
-    "unet_lr": KohyaOption("optim.unet_lr", _number),
-    "stop_text_encoder_training": KohyaOption("optim.text_encoder_steps"),
-    "lr_scheduler": KohyaOption("optim.decay", _choice("lr_scheduler", DECAYS)),
-    "lr_scheduler_num_cycles": KohyaOption("optim.num_cycles", int, "of cosine_with_restarts, else left out"),
-    "lr_scheduler_power": KohyaOption("optim.power", float, "of polynomial, else left out"),
-    "optimizer_type": KohyaOption("optim.name", _choice("optimizer_type", OPTIMISERS)),
-    "fused_backward_pass": KohyaOption("optim.fused_backward"),
-    "max_grad_norm": KohyaOption("optim.clip_norm", lambda norm: norm or None, "0 is null"),
-    "loss_type": KohyaOption("objective.loss.type", _choice("loss_type", LOSSES)),
-    "huber_c": KohyaOption("objective.loss.huber_c"),
-    "huber_schedule": KohyaOption("objective.loss.huber_schedule"),
-    "huber_scale": KohyaOption("objective.loss.huber_scale"),
-    "min_snr_gamma": KohyaOption("objective.min_snr_gamma", lambda gamma: gamma or None, "0 is null"),
-    "debiased_estimation_loss": KohyaOption("objective.debiased_estimation"),
-    "scale_v_pred_loss_like_noise_pred": KohyaOption("objective.scale_v_pred_loss_like_noise_pred"),
-    "min_timestep": KohyaOption("objective.timesteps.min"),
-    "max_timestep": KohyaOption("objective.timesteps.max"),
-    "zero_terminal_snr": KohyaOption("objective.noise.zero_terminal_snr"),
-    "noise_offset": KohyaOption("objective.noise.offset"),
-    "noise_offset_random_strength": KohyaOption(
-        "objective.noise.offset_random_strength", note="each picture has its own; there a batch"
-    ),
-    "adaptive_noise_scale": KohyaOption(
-        "objective.noise.adaptive_scale", lambda scale: scale or None, "0 is null"
-    ),
-    "multires_noise_iterations": KohyaOption("objective.noise.multires_iterations"),
-    "multires_noise_discount": KohyaOption("objective.noise.multires_discount"),
-    "ip_noise_gamma": KohyaOption("objective.noise.perturbation"),
-    "ip_noise_gamma_random_strength": KohyaOption(
-        "objective.noise.perturbation_random_strength", note="likewise"
-    ),
-    "alpha_mask": KohyaOption("data.mask", lambda on: "alpha" if on else None),
-    "clip_skip": KohyaOption(
-        "data.clip_skip",
-        lambda layers: int(layers) - 1,
-        "one less: 1 is the last layer; left out for SDXL, where sd-scripts pass it by",
-    ),
-    "max_token_length": KohyaOption("data.max_token_length", int),
-    "weighted_captions": KohyaOption("data.weighted_captions"),
-    "shuffle_caption": KohyaOption("data.shuffle_tags"),
-    "keep_tokens": KohyaOption("data.keep_tokens"),
-    "keep_tokens_separator": KohyaOption("data.keep_tokens_separator"),
-    "secondary_separator": KohyaOption("data.secondary_separator"),
-    "caption_dropout_rate": KohyaOption("data.caption_dropout"),
-    "caption_tag_dropout_rate": KohyaOption("data.tag_dropout"),
-    "token_warmup_step": KohyaOption("data.token_warmup_steps"),
-    "token_warmup_min": KohyaOption("data.token_warmup_min"),
-    "caption_prefix": KohyaOption(
-        "data.caption_prefix", lambda text: f"{text} " if text else "", "and a space, as there"
-    ),
-    "caption_suffix": KohyaOption("data.caption_suffix", lambda text: f" {text}" if text else "", "likewise"),
-    "enable_wildcard": KohyaOption("data.wildcards"),
-    "flip_aug": KohyaOption("data.flip"),
-    "color_aug": KohyaOption(
-        "data.augment.hue", lambda on: 0.045 if on else 0.0, "0.045; gamma 0.05, share 0.33"
-    ),
-    "random_crop": KohyaOption("data.crop", lambda on: "random" if on else "centre"),
-    "max_data_loader_n_workers": KohyaOption("data.workers", lambda count: max(1, int(count))),
-    "network_weights": KohyaOption("adapter.from"),
-    "network_dim": KohyaOption("adapter.rank"),
-    "network_alpha": KohyaOption("adapter.alpha", lambda alpha: alpha or None, "0 is null"),
-    "network_dropout": KohyaOption("adapter.dropout", note="of a layer's inputs; there of its ranks"),
-    "scale_weight_norms": KohyaOption("adapter.scale_weight_norms", lambda most: most or None, "0 is null"),
-    "save_every_n_steps": KohyaOption("checkpoint.every"),
-    "sample_every_n_steps": KohyaOption("sample.every"),
-}
-"""Options that are one key here."""
-NETWORK: dict[str, KohyaOption] = {
-    "conv_dim": KohyaOption("adapter.conv_rank", int, "with adapter.targets=conv"),
-    "conv_alpha": KohyaOption(
-        "adapter.conv_alpha", float, "not given: 1 of networks.lora, network_alpha of lycoris.kohya"
-    ),
-    "rank_dropout": KohyaOption("adapter.rank_dropout", float),
-    "module_dropout": KohyaOption("adapter.module_dropout", float),
-    "loraplus_lr_ratio": KohyaOption("optim.loraplus_lr_ratio", float),
-    "factor": KohyaOption("adapter.factor", int),
-    "decompose_both": KohyaOption("adapter.decompose_both", lambda on: str(on).lower() == "true"),
-    "dora_wd": KohyaOption("adapter.dora", lambda on: str(on).lower() == "true"),
-    "rs_lora": KohyaOption("adapter.rslora", lambda on: str(on).lower() == "true"),
-}
-"""Entries of network_args."""
-ALGORITHMS = {
-    "lora": "lora",
-    "locon": "lora",
-    "loha": "loha",
-    "lokr": "lokr",
-    "diag-oft": "oft",
-    "full": "full",
-}
-SEVERAL: dict[str, str] = {
-    "train_data_dir": "data.sets: each folder N_name is one, with its repeats and its name as the caption",
-    "reg_data_dir": "data.sets likewise, with loss_weight; in all they come as often as the rest",
-    "prior_loss_weight": "loss_weight of the sets of reg_data_dir, or with is_reg",
-    "dataset_config": "a TOML of [[datasets]] with [[datasets.subsets]], read as data.sets",
-    "in_json": "data.sets[].captions, of the pictures in train_data_dir",
-    "gradient_accumulation_steps": "train.global_batch",
-    "max_train_epochs": "train.steps, by the pictures in the folders",
-    "save_every_n_epochs": "checkpoint.every, likewise",
-    "sample_every_n_epochs": "sample.every, likewise",
-    "caption_dropout_every_n_epochs": "data.caption_dropout: 1 of n captions, drawn one by one; there all of "
-    "an epoch",
-    "lr_warmup_steps": "optim.warmup_steps; below 1 a share of the steps",
-    "text_encoder_lr": "optim.text_encoder_lr; of a list the second is text_encoder_2_lr; 0: not trained",
-    "learning_rate_te": "the same",
-    "learning_rate_te1": "the same",
-    "learning_rate_te2": "optim.text_encoder_2_lr; 0: not trained",
-    "train_text_encoder": "model.train_text_encoder",
-    "optimizer_args": "optim.weight_decay, beta1 to beta3 (betas), eps, scale_parameter, d_coef, "
-    "use_bias_correction; Adafactor's relative_step, which is true unless it is said, is optim.lr=0.01",
-    "network_module": "adapter.kind (networks.lora; lycoris.kohya with algo in network_args); none: finetune",
-    "network_args": "see the next table",
-    "network_train_unet_only": "adapter.text_encoder=false",
-    "network_train_text_encoder_only": "optim.layers: the U-Net's rate is 0",
-    "resume": "refused, with the key that begins with the state's weights: its optimiser is pickled",
-    "sample_prompts": "sample.prompts: a text file's lines with --n, --d, --s, --l; pictures are of one size",
-}
-"""Options that are more than one key, or depend on others."""
-NEEDLESS = frozenset(
-    (
-        "output_dir",
-        "output_name",
-        "logging_dir",
-        "log_with",
-        "log_prefix",
-        "save_model_as",
-        "save_precision",
-        "save_last_n_steps",
-        "save_state",
-        "cache_latents",
-        "cache_latents_to_disk",
-        "cache_text_encoder_outputs",
-        "cache_text_encoder_outputs_to_disk",
-        "xformers",
-        "sdpa",
-        "mem_eff_attn",
-        "lowram",
-        "highvram",
-        "persistent_data_loader_workers",
-        "caption_extension",
-        "no_half_vae",
-        "full_bf16",
-        "full_fp16",
-        "training_comment",
-        "metadata_title",
-        "metadata_author",
-        "metadata_description",
-        "metadata_license",
-        "metadata_tags",
-        "bucket_no_upscale",
-        "min_bucket_reso",
-        "max_bucket_reso",
-        "bucket_reso_steps",
-        "vae_batch_size",
-        "sample_sampler",
-        "sample_at_first",
-        "console_log_simple",
-        "skip_cache_check",
-    )
+from darkroom.recipe.kohya_options import (
+    ADAFACTOR_RATE,
+    ADAPTER_DEFAULTS,
+    ALGORITHMS,
+    ATTENTIONS,
+    BLOCKS,
+    DEFAULTS,
+    ENDS,
+    MOST_RANK,
+    MOST_REPEATS,
+    NEEDLESS,
+    NETWORK,
+    PICTURES,
+    PRESETS,
+    REPEATS,
+    SEVERAL,
+    TABLE,
+    TEXT,
+    TIMES,
+    read_choice,
+    read_number,
+    read_side,
 )
-"""Options that need no key: where things are written, what is done anyway, what only changes memory."""
-DEFAULTS = {"learning_rate": 2e-6}
-ADAPTER_DEFAULTS = {"network_dim": 4, "network_alpha": 1}
-"""sd-scripts' own, where its file says nothing."""
-ATTENTIONS = "*attentions.*"
-TEXT_ATTENTION = "*layers.*.self_attn.*"
-TEXT = (TEXT_ATTENTION, "*layers.*.mlp.*")
-BLOCKS = ("down_blocks.*", "mid_block.*", "up_blocks.*")
-ENDS, TIMES = ("conv_in", "conv_out"), ("time_embedding.linear_*",)
-PRESETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "full": ((*BLOCKS, *ENDS, *TIMES), TEXT),
-    "full-lin": ((ATTENTIONS, "*.time_emb_proj", "*.conv_shortcut", *TIMES), TEXT),
-    "attn-mlp": ((ATTENTIONS,), TEXT),
-    "attn-only": (("*.attn?.to_*",), (TEXT_ATTENTION,)),
-    "unet-only": ((*BLOCKS, *ENDS, *TIMES), ()),
-    "unet-transformer-only": ((ATTENTIONS,), ()),
-    "unet-convblock-only": (("*.resnets.*", "*samplers.*", *ENDS), ()),
-}
-"""LyCORIS' presets: patterns of layers of the U-Net, and of the text encoders."""
-MOST_RANK = 4096
-ADAFACTOR_RATE = 1e-2
-"""What Adafactor's relative step is, until 1 / sqrt(step) is less: as PyTorch's own has it anyway."""
 
 
 @dataclass
@@ -378,10 +143,10 @@ def _clip_skip(read: RecipeDraft) -> None:
 def _text_rates(read: RecipeDraft, given: Mapping[str, Any], *, adapts: bool) -> None:
     """The rates of the text encoders; of those that have 0 nothing is trained."""
     names = ("text_encoder_lr", "learning_rate_te", "learning_rate_te1")
-    first = next((_number(given[name]) for name in names if given.get(name) is not None), None)
+    first = next((read_number(given[name]) for name in names if given.get(name) is not None), None)
     rates = first if isinstance(first, list) else [] if first is None else [first]
     if (second := given.get("learning_rate_te2")) is not None:
-        rates = [*(rates[:1] or [None]), _number(second)]
+        rates = [*(rates[:1] or [None]), read_number(second)]
     if adapts:
         trains = bool(read.content["adapter"]["text_encoder"])
     else:
@@ -498,7 +263,7 @@ def _network(read: RecipeDraft, given: Mapping[str, Any]) -> None:
     if module not in ("networks.lora", "lycoris.kohya"):
         raise RecipeError("network_module", f"'{module}'", allowed="networks.lora, lycoris.kohya")
     algorithm = arguments.pop("algo", "lora") if is_lycoris else "lora"
-    kind = _choice("network_args algo", ALGORITHMS)(algorithm)
+    kind = read_choice("network_args algo", ALGORITHMS)(algorithm)
     read.put("adapter.kind", kind)
     trains_text = not given.get("network_train_unet_only", False)
     if is_lycoris:
@@ -719,7 +484,7 @@ def _configured(
             if options.get("is_reg"):
                 one["loss_weight"] = prior
             if "resolution" in options:
-                one["resolution"] = _side(options["resolution"])
+                one["resolution"] = read_side(options["resolution"])
             yield one, bool(options.get("is_reg"))
             _share(read, options, shared)
 
@@ -769,9 +534,9 @@ def _pictures_in(folder: str) -> int:
 
 
 def _optimiser(read: RecipeDraft, given: Mapping[str, Any]) -> None:
-    decay = read.content.get("optim", {}).get("decay")
+    schedule = read.content.get("optim", {}).get("lr_schedule")
     for key, of in (("num_cycles", "cosine-with-restarts"), ("power", "polynomial")):
-        if decay != of:
+        if schedule != of:
             read.drop(f"optim.{key}")
     if given.get("network_train_text_encoder_only"):
         read.add_rules([{"match": "unet", "lr_scale": 0}])
@@ -799,13 +564,13 @@ def _optimiser(read: RecipeDraft, given: Mapping[str, Any]) -> None:
 
 
 def _relative_step(read: RecipeDraft, value: str) -> None:
-    """Adafactor's own rate, which sd-scripts take unless told otherwise; theirs of the file are passed by."""
+    """Adafactor's own rate, which sd-scripts take by default; those of the file are passed by."""
     if value.lower() == "false":
         return
     for key in ("unet_lr", "text_encoder_lr", "text_encoder_2_lr", "warmup_steps"):
         read.drop(f"optim.{key}")
     read.put("optim.lr", ADAFACTOR_RATE)
-    read.put("optim.decay", "constant")
+    read.put("optim.lr_schedule", "constant")
     read.notes.append(
         f"optim.lr={ADAFACTOR_RATE:g}, constant: without relative_step=False sd-scripts' Adafactor passes "
         "learning rates and lr_scheduler by"
@@ -846,24 +611,3 @@ def _prompts(read: RecipeDraft, file: Path) -> Iterator[str | dict[str, Any]]:
                 elif f"sample_prompts --{name}" not in read.unknown:
                     read.unknown.append(f"sample_prompts --{name}")
             yield {"prompt": first.strip(), **own} if own else first.strip()
-
-
-def table() -> str:
-    """The options as Markdown tables, for docs/coming-from.md."""
-    lines = ["| kohya | darkroom | note |", "| --- | --- | --- |"]
-    lines += [f"| `{name}` | `{one.key}` | {one.note} |" for name, one in TABLE.items()]
-    lines += [f"| `{name}` | {text} | |" for name, text in SEVERAL.items()]
-    lines += ["", "| `network_args` | darkroom | note |", "| --- | --- | --- |"]
-    lines += [f"| `{name}` | `{one.key}` | {one.note} |" for name, one in NETWORK.items()]
-    lines.append(f"| `algo` | `adapter.kind` | {', '.join(f'{a}: {k}' for a, k in ALGORITHMS.items())} |")
-    lines.append(f"| `preset` | `adapter.targets` | {', '.join(PRESETS)}; of lycoris.kohya, which has full |")
-    lines.append(
-        "| `down_lr_weight`, `mid_lr_weight`, `up_lr_weight` | `optim.layers` | 12, 1 and 12 numbers, "
-        "of SD 1.x and 2.x |"
-    )
-    lines.append(
-        "| `block_dims`, `block_alphas` | `adapter.rank_pattern`, `adapter.alpha_pattern` | 25 numbers, "
-        "of linear layers |"
-    )
-    lines.append("| `full_matrix` | `adapter.rank` | 4096 of lokr, as is any higher rank: whole matrices |")
-    return "\n".join(lines)

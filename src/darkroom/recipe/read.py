@@ -23,10 +23,12 @@ from darkroom.hardware.system import read_typed
 from darkroom.recipe.rules import check_together, fill
 from darkroom.recipe.sections import (
     ADAPTER_TASKS,
+    RENAMED,
     OptimSettings,
     PhaseSettings,
     Recipe,
     TrainSettings,
+    with_new_names,
 )
 
 TEXTS = ("data.prompt", "data.class_prompt", "data.filter", "adapter.trigger")
@@ -91,11 +93,11 @@ def _choices(override: str) -> list[str]:
 
 def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, source: str = "recipe") -> Recipe:
     """A recipe from its content as a dictionary, checked; `source` is named in errors."""
-    content = copy.deepcopy(content)
+    content, notes = with_new_names(copy.deepcopy(content))
     for override in overrides:
-        _override(content, override)
+        notes += _override(content, override)
     _check_values(content)
-    notes = _replace_sources(content, overrides)
+    notes += _replace_sources(content, overrides)
     recipe = _validated(content, source)
     if shorter := _shortened(content, recipe.train, recipe.optim, recipe.phases, overrides):
         notes += shorter
@@ -110,7 +112,7 @@ def recipe_of(content: Mapping[str, Any], run: Path) -> Recipe:
     try:
         return Recipe.model_validate(content)
     except ValidationError as error:
-        raise _told(error.errors(), f"the recipe of '{run}'") from error
+        raise _error_of(error.errors(), f"the recipe of '{run}'") from error
 
 
 def _check_values(content: Any, key: str = "") -> None:
@@ -135,7 +137,7 @@ def _validated(content: dict[str, Any], source: str) -> Recipe:
     try:
         recipe = Recipe.model_validate(filled)
     except ValidationError as error:
-        raise _told(error.errors(), source) from error
+        raise _error_of(error.errors(), source) from error
     _check_kinds(content, recipe.model_dump(by_alias=True))
     return recipe
 
@@ -319,8 +321,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def _override(content: dict[str, Any], override: str) -> None:
-    path, given, value = override.partition("=")
+def _override(content: dict[str, Any], override: str) -> list[str]:
+    """Set what an override says; a line where it says it by a key's old name."""
+    said, given, value = override.partition("=")
+    path = RENAMED.get(said, said)
     if not given or not path:
         raise RecipeError(
             _shown(override)[1:-1], "not an override", allowed="key=value, such as train.steps=1000"
@@ -340,6 +344,7 @@ def _override(content: dict[str, Any], override: str) -> None:
     except yaml.YAMLError as error:
         why = getattr(error, "problem", None) or "no YAML"
         raise RecipeError(_shown(path)[1:-1], f"not readable as YAML: {_shown(value)}: {why}") from error
+    return [] if path == said else [f"{said} is now {path}; the old name goes with the next release"]
 
 
 def _is_literal(path: str, value: str) -> bool:
@@ -350,13 +355,13 @@ def _is_literal(path: str, value: str) -> bool:
     return path in TEXTS and plain not in ("", "~", "null") and plain[0] not in "[{\"'"
 
 
-def _told(errors: Sequence[ErrorDetails], source: str) -> RecipeError:
+def _error_of(errors: Sequence[ErrorDetails], source: str) -> RecipeError:
     """The first mistake as one line: its path, what was given, what is allowed, the nearest right name."""
     first = errors[0]
     key = ".".join(str(part)[:MAX_SHOWN] for part in first["loc"] if not _is_branch(part)) or source
     more = f"and {len(errors) - 1} more in {source}" if len(errors) > 1 else ""
     if first["type"] == "extra_forbidden":
-        names = _names_beside(first["loc"])
+        names = _sibling_keys(first["loc"])
         near = difflib.get_close_matches(str(first["loc"][-1]), names, 1, cutoff=0.5)
         mend = "; ".join(part for part in (f"did you mean '{near[0]}'?" if near else "", more) if part)
         return RecipeError(key, "no such key", allowed=", ".join(names), mend=mend)
@@ -372,7 +377,7 @@ def _is_branch(part: int | str) -> bool:
     return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
 
 
-def _names_beside(loc: tuple[int | str, ...]) -> list[str]:
+def _sibling_keys(loc: tuple[int | str, ...]) -> list[str]:
     """The keys that are allowed where an unknown one was given."""
     model: type[BaseModel] = Recipe
     for part in loc[:-1]:

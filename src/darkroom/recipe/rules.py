@@ -6,14 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from darkroom.errors import RecipeError
+from darkroom.recipe.fine_tuning import (
+    FINE_TUNING,
+    check_adapter,
+    check_base_precision,
+    check_preference,
+    check_subject,
+    is_subject,
+)
 from darkroom.recipe.sections import (
-    ADAPTER_TASKS,
     VAE_TASKS,
     AlignSettings,
     ParallelSettings,
     RoutingSettings,
 )
-from darkroom.recipe.tuning import PreferenceSettings
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import (
@@ -27,9 +33,6 @@ if TYPE_CHECKING:
         Recipe,
         TrainSettings,
     )
-
-SUBJECT_TASKS = ("dreambooth", "dreambooth-lora")
-FINE_TUNING = ("finetune", *ADAPTER_TASKS, "dreambooth", "textual-inversion", "distill")
 
 Default = tuple[str, Any, str]
 """A key, its value, and why."""
@@ -170,15 +173,10 @@ def check_together(recipe: Recipe) -> None:
     _check_mixture(task, data)
     _check_sets(task, data, train)
     _check_folder(task, data)
-    _check_adapter(task, adapter, model, recipe.parallel)
-    _check_start(task, adapter, data, recipe.parallel)
-    _check_text_rates(task, adapter, model, optim)
-    _check_norms(adapter, optim)
-    _check_subject(task, data)
-    _check_prior(data)
-    _check_word(task, model, data)
-    _check_base_precision(task, model, adapter, train, frozen=recipe.frozen_unet)
-    _check_preference(task, data, adapter, objective)
+    check_adapter(task, adapter, model, data, recipe.parallel, optim)
+    check_subject(task, model, data)
+    check_base_precision(task, model, adapter, train, frozen=recipe.frozen_unet)
+    check_preference(task, data, adapter, objective)
     _check_text(task, data, model, adapter)
     _check_masks(data, objective)
     _check_optimiser(optim, train)
@@ -204,7 +202,7 @@ def _sources(data: DataSettings) -> list[str]:
 def _check_sources(task: str, data: DataSettings) -> None:
     sources = _sources(data)
     fine = task in FINE_TUNING
-    wanted = "data.instance" if _is_subject(task) else "data.folder" if fine else "data.store"
+    wanted = "data.instance" if is_subject(task) else "data.folder" if fine else "data.store"
     if not sources:
         raise RecipeError(wanted, "missing", mend=f"say where the pictures are: {wanted}=PATH")
     if len(sources) > 1:
@@ -266,197 +264,6 @@ def _check_sets(task: str, data: DataSettings, train: TrainSettings) -> None:
         )
     if train.align.extractor is not None:
         raise RecipeError("train.align", "given with data.sets", allowed="with a store or a folder")
-
-
-def _is_subject(task: str) -> bool:
-    return task in (*SUBJECT_TASKS, "textual-inversion")
-
-
-def _check_adapter(
-    task: str, adapter: AdapterSettings | None, model: ModelSettings, parallel: ParallelSettings
-) -> None:
-    able = (*ADAPTER_TASKS, "distill")
-    if adapter is None:
-        return
-    if task not in able:
-        raise RecipeError("adapter", f"given with the task {task}", allowed=f"with {' or '.join(able)}")
-    if model.train_text_encoder:
-        raise RecipeError(
-            "model.train_text_encoder",
-            f"true with the task {task}, which leaves the model's own weights alone",
-            mend="set adapter.text_encoder=true to adapt it too",
-        )
-    if parallel.mode == "fsdp" and adapter.kind in ("oft", "full"):
-        raise RecipeError("parallel.mode", f"fsdp with adapter.kind={adapter.kind}", allowed="none or ddp")
-
-
-def _check_start(
-    task: str, adapter: AdapterSettings | None, data: DataSettings, parallel: ParallelSettings
-) -> None:
-    """Where an adapter's start and the rest exclude each other."""
-    if adapter is None:
-        return
-    start = adapter.init_lora_weights
-    if adapter.changes_base and task in ("dpo", "distill"):
-        raise RecipeError(
-            "adapter.init_lora_weights",
-            f"{start} with the task {task}, which compares with the base as it is",
-            allowed="default, gaussian, eva",
-        )
-    if start == "eva" and data.encode == "online":
-        raise RecipeError(
-            "data.encode", "online with adapter.init_lora_weights=eva", allowed="stored, inline"
-        )
-    if start == "eva" and parallel.mode != "none":
-        raise RecipeError(
-            "parallel.mode", f"{parallel.mode} with adapter.init_lora_weights=eva", allowed="none"
-        )
-
-
-def _check_text_rates(
-    task: str, adapter: AdapterSettings | None, model: ModelSettings, optim: OptimSettings
-) -> None:
-    """Rates of what is not trained."""
-    trains_text = model.train_text_encoder or (adapter is not None and adapter.text_encoder)
-    of_text = ("text_encoder_lr", "text_encoder_2_lr", "text_encoder_steps")
-    rate = next((name for name in of_text if getattr(optim, name) is not None), None)
-    if rate and not trains_text and task in FINE_TUNING:
-        key = "model.train_text_encoder" if adapter is None else "adapter.text_encoder"
-        raise RecipeError(
-            f"optim.{rate}", "given, but the text encoder is not trained", mend=f"set {key}=true"
-        )
-    if optim.loraplus_lr_ratio is not None and (adapter is None or adapter.kind != "lora"):
-        raise RecipeError(
-            "optim.loraplus_lr_ratio",
-            "given, but there is no second matrix",
-            allowed="with adapter.kind=lora",
-        )
-
-
-def _check_norms(adapter: AdapterSettings | None, optim: OptimSettings) -> None:
-    """Norms that are limited behind an optimiser that holds the weights a second time."""
-    if adapter is not None and adapter.scale_weight_norms is not None and optim.name == "schedule-free":
-        raise RecipeError(
-            "adapter.scale_weight_norms",
-            f"{adapter.scale_weight_norms:g} with optim.name=schedule-free, which keeps weights of its own",
-            mend="take another optim.name",
-        )
-
-
-def _check_subject(task: str, data: DataSettings) -> None:
-    if task in SUBJECT_TASKS:
-        if data.prompt is None:
-            raise RecipeError(
-                "data.prompt", "missing", mend="say it with a rare word: data.prompt='a photo of sks dog'"
-            )
-    elif key := "class_prompt" if data.class_prompt is not None else _said_of_prior(data):
-        raise RecipeError(
-            f"data.{key}", f"given with the task {task}", allowed=f"with {' or '.join(SUBJECT_TASKS)}"
-        )
-
-
-def _check_prior(data: DataSettings) -> None:
-    if data.class_prompt is None and (key := _said_of_prior(data)):
-        raise RecipeError("data.class_prompt", f"needed with data.{key}", mend="such as 'a photo of a dog'")
-    if data.class_prompt is not None and data.class_prompt == data.prompt:
-        raise RecipeError(
-            "data.class_prompt", f"'{data.class_prompt}' is data.prompt too", mend="leave its rare word out"
-        )
-    if data.class_prompt is not None and data.encode == "online":
-        raise RecipeError("data.encode", "online with data.class_prompt", allowed="stored, inline or auto")
-    if data.class_prompt is not None and data.buckets and data.encode == "stored":
-        raise RecipeError(
-            "data.encode",
-            "stored with data.buckets and data.class_prompt: class pictures are cut to each batch's shape",
-            allowed="inline or auto",
-        )
-
-
-def _check_preference(
-    task: str, data: DataSettings, adapter: AdapterSettings | None, objective: ObjectiveSettings
-) -> None:
-    if task != "dpo":
-        if objective.dpo != PreferenceSettings():
-            raise RecipeError("objective.dpo", f"given with the task {task}", allowed="dpo")
-        return
-    if data.folder is None:
-        raise RecipeError("data.folder", "missing", mend="a folder with chosen/ and rejected/")
-    if adapter is not None and adapter.kind in ("oft", "full"):
-        raise RecipeError("adapter.kind", f"{adapter.kind} with the task dpo", allowed="lora, loha, lokr")
-    refused = {
-        "data.buckets": data.buckets,
-        "data.repeats": data.repeats != 1,
-        "data.encode": data.encode == "online",
-        **dict.fromkeys((f"objective.{name}" for name in objective.weighs), True),
-        "objective.scale_v_pred_loss_like_noise_pred": objective.scale_v_pred_loss_like_noise_pred,
-        "objective.loss": objective.loss.type != "mse",
-    }
-    if given := next((key for key, is_so in refused.items() if is_so), None):
-        raise RecipeError(
-            given, "given with the task dpo, whose loss has no place for it", mend="leave it out"
-        )
-
-
-def _check_base_precision(
-    task: str, model: ModelSettings, adapter: AdapterSettings | None, train: TrainSettings, *, frozen: bool
-) -> None:
-    kind = model.base_precision
-    if kind is None:
-        return
-    if not frozen:
-        raise RecipeError(
-            "model.base_precision",
-            f"{kind} with the task {task}, which trains the U-Net's own weights",
-            allowed=f"with {', '.join(ADAPTER_TASKS)}, textual-inversion, or distill with an adapter",
-        )
-    if adapter is not None and adapter.kind in ("oft", "full"):
-        raise RecipeError(
-            "adapter.kind",
-            f"{adapter.kind} with model.base_precision={kind}: it changes the whole weight",
-            allowed="lora, loha, lokr",
-        )
-    if train.compile != "none":
-        raise RecipeError(
-            "train.compile", f"{train.compile} with model.base_precision={kind}", allowed="none"
-        )
-
-
-def _said_of_prior(data: DataSettings) -> str | None:
-    """A setting of prior preservation that was given without a class prompt."""
-    if data.class_images is not None:
-        return "class_images"
-    for name in ("num_class_images", "prior_weight"):
-        # A run's own recipe says every setting, the missing prompt too.
-        is_given = name in data.model_fields_set and "class_prompt" not in data.model_fields_set
-        if is_given or getattr(data, name) != type(data).model_fields[name].default:
-            return name
-    return None
-
-
-def _check_word(task: str, model: ModelSettings, data: DataSettings) -> None:
-    word, prompts = model.word, data.prompts
-    if task != "textual-inversion":
-        if word is not None:
-            raise RecipeError("model.word", f"given with the task {task}", allowed="textual-inversion")
-        return
-    if word is None:
-        raise RecipeError(
-            "model.word",
-            "missing",
-            mend="say the new word: model.word.token='<sks-dog>' model.word.initial=dog",
-        )
-    if model.train_text_encoder:
-        raise RecipeError(
-            "model.train_text_encoder",
-            "true, but textual inversion trains the new word alone",
-            mend="leave it out",
-        )
-    if missing := [prompt for prompt in prompts if word.token not in prompt]:
-        raise RecipeError(
-            "data.prompt",
-            f"'{missing[0]}' lacks the word {word.token}",
-            mend=f"such as 'a photo of {word.token}'",
-        )
 
 
 CAPTIONS = (
@@ -528,20 +335,24 @@ def _check_optimiser(optim: OptimSettings, train: TrainSettings) -> None:
     if optim.name == "prodigy" and (own := next((name for name in OWN_RATES if getattr(optim, name)), None)):
         raise RecipeError(f"optim.{own}", "given, but Prodigy has one rate for all", mend="leave it out")
     if optim.name == "schedule-free":
-        if optim.decay != "constant":
-            raise RecipeError("optim.decay", f"{optim.decay} with schedule-free", allowed="constant")
+        if optim.lr_schedule != "constant":
+            raise RecipeError(
+                "optim.lr_schedule", f"{optim.lr_schedule} with schedule-free", allowed="constant"
+            )
         if train.ema.enabled:
             raise RecipeError(
                 "train.ema.enabled", "true, but schedule-free averages by itself", mend="set it to false"
             )
-    if train.on_nan == "skip" and optim.name != "adamw":
+    if train.nonfinite_policy == "skip" and optim.name != "adamw":
         raise RecipeError(
-            "train.on_nan",
+            "train.nonfinite_policy",
             f"skip with optim.name={optim.name}, which cannot leave a step out on the device",
             allowed="stop or rollback; or optim.name=adamw",
         )
-    if train.on_nan == "skip" and optim.fused_backward:
-        raise RecipeError("train.on_nan", "skip with optim.fused_backward", allowed="stop or rollback")
+    if train.nonfinite_policy == "skip" and optim.fused_backward:
+        raise RecipeError(
+            "train.nonfinite_policy", "skip with optim.fused_backward", allowed="stop or rollback"
+        )
     if not optim.fused_backward:
         return
     if optim.clip_norm is not None:

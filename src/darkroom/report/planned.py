@@ -54,7 +54,7 @@ def plans_of(runs: Sequence[Run], *, make: bool) -> dict[Path, Mapping[str, Any]
 
 def _planned_now(run: Run) -> dict[str, Any] | None:
     """The plan of a run for the machine it ran on; None where its files do not say enough."""
-    from darkroom.plan.run_estimate import estimate_run
+    from darkroom.plan.ask import estimate_run
     from darkroom.recipe.sections import Recipe
 
     bill = run.bill()

@@ -452,7 +452,7 @@ def check_target(out: Path) -> None:
 
 
 def write_page(target: Path, content: str) -> Path:
-    """Write a page whole or not at all."""
+    """Write a page atomically."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     temporary.write_text(content, encoding="utf-8")

@@ -1,4 +1,7 @@
-"""`ServeSettings`: what a server is started with."""
+"""`ServeSettings`: what a server is started with.
+
+The options of `serve` are made from it, so nothing heavy is imported here.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import InputError
-from darkroom.options import provenance_wanted
+from darkroom.options import PRECISION_TEXT, provenance_wanted
 
 MODEL_PARTS = ("model_index.json", "unet", "transformer", "vae", "text_encoder")
 """Any of these makes a folder a model, or what is left of one."""
@@ -129,7 +132,7 @@ class Limits(BaseModel):
 class ServeSettings(BaseModel):
     """One server. Its limits are in `Limits`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     model: str = Field(description="a model folder, a hub id, or a family")
     more_models: tuple[str, ...] = Field((), description="further ones, which requests choose by name")
@@ -138,7 +141,7 @@ class ServeSettings(BaseModel):
         ge=1,
         description="bytes of several models' weights in memory at once; None: half of what is free",
     )
-    adapters: Path | None = Field(None, description="the folder of adapters; new files appear by themselves")
+    adapters: Path | None = Field(None, description="a folder of adapters; new ones appear by themselves")
     slots: int = Field(16, ge=1, le=1024, description="adapters that lie ready on the device at once")
     max_rank: int = Field(64, ge=1, le=1024, description="the largest rank of an adapter")
     adapter_memory: int | None = Field(
@@ -147,58 +150,74 @@ class ServeSettings(BaseModel):
         description="bytes of adapters that are no LoRAs (LoKr, LoHa, OFT, differences) in memory at once; "
         "None: a quarter of what is free",
     )
-    embeddings: Path | None = Field(None, description="the folder of textual inversions, by name in prompts")
+    embeddings: Path | None = Field(None, description="a folder of textual inversions, by name in prompts")
     controls: Path | None = Field(
-        None, description="the folder of ControlNets, T2I-Adapters and IP-Adapters, by name; new ones appear"
+        None,
+        description="a folder of ControlNets, T2I-Adapters and IP-Adapters; new ones appear by themselves",
     )
     control_memory: int | None = Field(
         None, ge=1, description="bytes of nets in memory at once; None: a quarter of what is free"
     )
-    upscalers: Path | None = Field(None, description="the folder of ESRGAN networks, by name")
-    host: str = "127.0.0.1"
+    upscalers: Path | None = Field(None, description="a folder of ESRGAN networks, by name")
+    host: str = Field("127.0.0.1", description="the address to listen on; others need --api-key-file")
     port: int = Field(8000, ge=0, le=65535, description="0 takes a free one")
     key_file: Path | None = Field(None, description="names and hashes of the keys that may come in")
     origins: tuple[str, ...] = Field((), description="further web origins that may ask, as https://host")
     hosts: tuple[str, ...] = Field((), description="further names that the server is called by, without keys")
     public_url: str | None = Field(
-        None, description="the server's address as clients have it; None: the one that a request was sent to"
+        None,
+        description="the address that clients know the server by, such as https://pictures.example; None: "
+        "the one that a request was sent to",
     )
     state: Path = Field(Path("darkroom-serve"), description="the folder of jobs and pictures")
-    jobs: str | None = Field(None, description="the jobs' database; None: SQLite in the state folder")
+    jobs: str | None = Field(
+        None,
+        description="the jobs' database: postgresql+psycopg://...; None: SQLite in the state folder",
+    )
     name: str = Field(
-        "darkroom", min_length=1, max_length=64, description="of this server, unique in its database"
+        "darkroom",
+        min_length=1,
+        max_length=64,
+        description="of this server, where several use a database",
     )
     shared: bool = Field(
-        False, description="jobs and pictures are those of every server of this name in the jobs' database"
+        False, description="jobs and pictures are those of every server of this --name in the --jobs database"
     )
     lease_s: float = Field(
-        10.0, ge=1, le=3600, description="where shared: a server silent for so long loses its jobs to others"
+        10.0, ge=1, le=3600, description="shared: a server silent for so many seconds has no jobs"
     )
     patience_s: float = Field(
-        0.5, ge=0, le=3600, description="where shared: a job waits so long for a server that has its adapters"
+        0.5, ge=0, le=3600, description="shared: seconds that a job waits for a server with its adapters"
     )
     capacity: int | None = Field(
         None, ge=1, le=4096, description="U-Net evaluations a step, at the model's own size; None: by memory"
     )
     lanes: int | None = Field(
-        None, ge=1, le=256, description="on a CPU, sizes stepped at once; None: 2 for a small model, else 1"
+        None,
+        ge=1,
+        le=256,
+        description="on a CPU, sizes stepped at once, sharing the cores; None: 2 for a small model, else 1",
     )
-    pad: bool = Field(False, description="only batches of 1, 2, 4, 8, 12, 16, 24, ... rows")
+    pad: bool = Field(
+        False, description="only batches of 1, 2, 4, 8, 12, 16, 24, ... rows, for compiled backends"
+    )
     warm_sizes: tuple[str, ...] = Field(
         (),
         description="sizes (512x768) that are compiled or captured before the first job; with `pad` all "
         "of their batches that fit the capacity, else single pictures",
     )
-    deterministic: bool = Field(False, description="calls of few shapes: the same bits in any batch")
-    device: str = "auto"
-    precision: str = "float32"
-    backend: str = "torch"
+    deterministic: bool = Field(
+        False, description="calls of few shapes: a picture has the same bits in any batch"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda, mps, ...")
+    precision: str = Field("float32", description=PRECISION_TEXT)
+    backend: str = Field("torch", description="torch, compile, onnx or openvino")
     optimise: str | None = Field(
         None, description="optimisations by name; None: auto, as far as adapters allow"
     )
-    variant: str | None = None
-    revision: str | None = None
-    drain_s: float = Field(30.0, ge=0, description="time to finish running jobs at shutdown")
+    variant: str | None = Field(None, description="weight files of a variant, such as fp16")
+    revision: str | None = Field(None, description="branch, tag or commit on the hub")
+    drain_s: float = Field(30.0, ge=0, description="seconds to finish running jobs at shutdown")
     hooks: tuple[str, ...] = Field(
         (), description="MODULE:FUNCTION: each sees every picture before it is kept"
     )
@@ -207,19 +226,23 @@ class ServeSettings(BaseModel):
     )
     sign: Path | None = Field(
         None,
-        description="PEM of certificates and key to sign with; None: a self-made one in the state folder",
+        description="PEM file of certificates and key that sign the pictures; None: a self-made one",
     )
     credentials: Literal["model", "settings", "all"] = Field(
-        "settings", description="what credentials say: the model, the settings too, or the prompts as well"
+        "settings", description="what the signed credentials say; all: the prompts too"
     )
-    usd_per_hour: float | None = Field(None, ge=0, description="price of the device, for the cost of a job")
+    usd_per_hour: float | None = Field(None, ge=0, description="price of the device, for the cost of jobs")
     min_free_bytes: int = Field(64 * 2**20, ge=0, description="of disk; below it no job is accepted")
     metrics_port: int | None = Field(
-        None, ge=0, le=65535, description="metrics alone, without a key, on a port of their own"
+        None,
+        ge=0,
+        le=65535,
+        description="metrics alone on a port of their own, without a key; 0 takes a free one",
     )
-    metrics_host: str = "0.0.0.0"
+    metrics_host: str = Field("0.0.0.0", description="the address of --metrics-port")
     traces: str | None = Field(
-        None, description="an OpenTelemetry collector (OTLP over HTTP), such as http://127.0.0.1:4318"
+        None,
+        description="an OpenTelemetry collector that gets traces (OTLP), such as http://127.0.0.1:4318",
     )
     prefix: str = Field("", description="the path under which a proxy has the server, such as /pictures")
     mcp: bool = Field(False, description="an MCP server at /mcp, for agents that draw")

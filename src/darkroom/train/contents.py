@@ -27,6 +27,7 @@ from darkroom.data.mixing import parts_of
 from darkroom.data.order import Rows
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
+from darkroom.models.adapters.read import read_adapter
 from darkroom.models.families import FAMILIES
 from darkroom.models.model import Model, is_flow
 from darkroom.recipe.sections import AdapterSettings, DataSettings, ModelSettings
@@ -34,6 +35,8 @@ from darkroom.sample.schedule import Schedule
 from darkroom.train.data.feed import SET
 from darkroom.train.data.local_dataset import has_own_store
 from darkroom.train.data.masks import COLUMN as MASK
+from darkroom.train.distributed.ranks import Ranks
+from darkroom.train.tasks.diffusion import Diffusion, Task
 
 READ_ROWS = 2_000_000
 """Of a larger store only the files' names are known: reading its ids would take a start minutes."""
@@ -160,7 +163,7 @@ def _column(store: Store, name: str) -> str:
     return digest.hexdigest()[:_KEPT]
 
 
-def class_contents(store: Store) -> str:
+def _class_contents(store: Store) -> str:
     """The fingerprint of a run's pictures of the class, or of those that were not preferred."""
     return _short(_rows(store) + _pictures(store))
 
@@ -224,6 +227,23 @@ def base_of(task: str, settings: ModelSettings, model: Model) -> dict[str, str]:
         found["tokenizer"] = _short(json.dumps(words, sort_keys=True))
         split = [tokenizer(PROBE)["input_ids"] for tokenizer in model.tokenizers]
         found["splitting into tokens"] = _short(json.dumps(split))
+    return found
+
+
+def others_of(
+    task: Task, adapter: AdapterSettings | None, stores: Sequence[Store], ranks: Ranks
+) -> dict[str, str]:
+    """Fingerprints of what is read besides: the extractor that a transformer is aligned with, the adapter
+    file that training starts from, the pictures of the class or those not preferred.
+    """
+    found = {}
+    extractor = task.extractor if isinstance(task, Diffusion) else None
+    if extractor is not None:
+        found["extractor"] = extractor.sha256[:16]
+    if adapter is not None and adapter.start is not None:
+        found["adapter"] = read_adapter(adapter.start).sha256[:16]
+    if len(stores) > 1:
+        found[CLASS_PICTURES] = ranks.broadcast(lambda: _class_contents(stores[1]))
     return found
 
 

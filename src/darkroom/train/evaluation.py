@@ -16,8 +16,7 @@ from torch import Tensor
 
 from darkroom.bill import Meter, format_seconds
 from darkroom.hardware.system import atomic_replace, remove_file
-from darkroom.recipe.sections import SampleSettings
-from darkroom.recipe.tuning import SamplePrompt
+from darkroom.recipe.sections import SamplePrompt, SampleSettings
 from darkroom.run import PROMPTS, Run, write_whole
 from darkroom.train.checkpoint.format import Checkpoint
 from darkroom.train.distributed.ranks import HangWatchdog
@@ -160,7 +159,7 @@ class Abandoned(Exception):
     """Pictures are not worth waiting for when the user wants to stop."""
 
 
-class Looking:
+class Evaluator:
     """Looks with the averaged weights, in evaluation mode; what it takes is in the bill by kind."""
 
     def __init__(
@@ -227,7 +226,7 @@ class Looking:
         patience = self._job.recipe.evaluate.patience
         if patience is None:
             return k, False
-        rows: list[tuple[int, float]] = self._ranks.tell(lambda: self._heldout_losses(k, newest))
+        rows: list[tuple[int, float]] = self._ranks.broadcast(lambda: self._heldout_losses(k, newest))
         if not rows:
             return k, False
         best_step, best = min(rows, key=lambda row: row[1])
@@ -252,7 +251,7 @@ class Looking:
         """A run that was stopped while it drew the pictures of step k draws them now."""
         every = self._job.recipe.sample.every
         due = k and every and k % every == 0
-        if due and not self._ranks.tell(self._path(k).exists):
+        if due and not self._ranks.broadcast(self._path(k).exists):
             self.sample(k)
 
     def sample(self, k: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from darkroom import models
 from darkroom.data.store import Store
 from darkroom.errors import CheckpointError, InputError, StoreError
 from darkroom.models.model import Model
-from darkroom.train.data.rows import select_rows
+from darkroom.train.data.feed import select_rows
 from darkroom.train.distributed.weights import cast
 from darkroom.train.model import build_model, no_captions
 from darkroom.train.sharing import dataset_metadata, training_metadata
@@ -33,21 +34,76 @@ ADAPTER = "adapter.safetensors"
 Values = Mapping[str, Tensor]
 
 
-def write_results(
-    recipe: Recipe, model: Model, values: Values, measured: Mapping[str, float], run: Path
-) -> None:
-    """Leave what a task makes in the run: `adapter.safetensors`; `learned_embeds.safetensors` and a model; or
-    a model. `model` is the one that was trained.
-    """
-    if recipe.adapts:
-        made = trained_adapter(recipe, values, run.resolve().name, run)
-        write_adapter_file(made, run / ADAPTER, base=described_base(model))
-    elif recipe.model.word is not None:
-        write_words(values, recipe.model.word, run / WORDS)
-        write_whole_model(recipe, values, measured, run, run / "model")
-    else:
+@dataclass(frozen=True)
+class Exporter:
+    """Makes the results of a recipe's run of trained values: adapters, words, models."""
+
+    recipe: Recipe
+    run: Path
+
+    def write_results(self, model: Model, values: Values, measured: Mapping[str, float]) -> None:
+        """Leave what a task makes in the run: `adapter.safetensors`; `learned_embeds.safetensors` and a
+        model; or a model. `model` is the one that was trained.
+        """
+        recipe, run = self.recipe, self.run
+        if recipe.adapts:
+            made = self.adapter(values, run.resolve().name)
+            write_adapter_file(made, run / ADAPTER, base=described_base(model))
+        elif recipe.model.word is not None:
+            write_words(values, recipe.model.word, run / WORDS)
+            self.write_whole_model(values, measured, run / "model")
+        else:
+            _note_guidance(recipe.sample, model)
+            _write_model(model, values, measured, run / "model")
+
+    def adapter(self, values: Values, name: str) -> Adapter:
+        """The adapter that these values are, with its base, trigger and how it was trained in the header; and
+        of which pictures, where the run is still there. InputError where the recipe trains no adapter.
+        """
+        from darkroom.models.adapters.metadata import about
+
+        recipe = self.recipe
+        if recipe.adapter is None or not recipe.adapts:
+            raise InputError(
+                f"an adapter of a run of the task {recipe.task}", mend="give a folder's name for its model"
+            )
+        side = recipe.data.resolution
+        metadata = about(
+            title=name,
+            trigger=recipe.trigger,
+            base_model=_base_name(recipe.model.base),
+            resolution=f"{side}x{side}",
+            **training_metadata(recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter),
+        )
+        with suppress(StoreError):  # pictures that are gone have no entry
+            metadata |= dataset_metadata(recipe.data, self.run, recipe.train.global_batch)
+        start = None
+        if recipe.adapter.changes_base:
+            start = read_noted_start(self.run)
+            if start is None:
+                raise CheckpointError(
+                    f"the run has lost {START}, without which its adapter cannot be written"
+                )
+        return adapter_of(name, values, recipe.adapter, metadata, start)
+
+    def write_whole_model(self, values: Values, measured: Mapping[str, float], target: Path) -> None:
+        """Write the run's model, made anew from its base: adapter merged, word taught, or weights put in."""
+        recipe, side = self.recipe, self.recipe.data.resolution
+        if recipe.task == "extractor":
+            store = Store.open(str(recipe.data.store))
+            rows, _ = select_rows(store, recipe.data)
+            model: Model = build_extractor(recipe.model, recipe.objective.extractor, side, store, rows)
+        else:
+            model = build_model(recipe.task, recipe.model, recipe.objective, side, no_captions, self.run)
+        if recipe.adapts:
+            from darkroom.models.adapters.read import merge
+
+            merge(model, self.adapter(values, target.name))
+            values = {}
+        elif recipe.model.word is not None:
+            add_word(model, recipe.model.word)
         _note_guidance(recipe.sample, model)
-        _write_model(model, values, measured, run / "model")
+        _write_model(model, values, measured, target)
 
 
 def described_base(model: Model) -> dict[str, str | None]:
@@ -65,63 +121,11 @@ def write_adapter_file(
     return write_adapter(made, file, kohya=kohya, family=base["family"], prediction=base.get("prediction"))
 
 
-def trained_adapter(recipe: Recipe, values: Values, name: str, run: Path | None = None) -> Adapter:
-    """The adapter that these values are, with its base, trigger and how it was trained in the header.
-
-    `run` is the run whose pictures the header tells of. InputError where the recipe trains no adapter.
-    """
-    from darkroom.models.adapters.metadata import about
-
-    if recipe.adapter is None or not recipe.adapts:
-        raise InputError(
-            f"an adapter of a run of the task {recipe.task}", mend="give a folder's name for its model"
-        )
-    side = recipe.data.resolution
-    metadata = about(
-        title=name,
-        trigger=recipe.trigger,
-        base_model=_base_name(recipe.model.base),
-        resolution=f"{side}x{side}",
-        **training_metadata(recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter),
-    )
-    if run is not None:
-        with suppress(StoreError):  # pictures that are gone have no entry
-            metadata |= dataset_metadata(recipe.data, run, recipe.train.global_batch)
-    start = None
-    if recipe.adapter.changes_base:
-        start = None if run is None else read_noted_start(run)
-        if start is None:
-            raise CheckpointError(f"the run has lost {START}, without which its adapter cannot be written")
-    return adapter_of(name, values, recipe.adapter, metadata, start)
-
-
 def _base_name(ref: str) -> str:
     """What an adapter's file says of where its base was: a hub id, or a name without its path."""
     if ref.count("/") == 1 and not ref.startswith((".", "/", "~")) and not Path(ref).exists():
         return ref
     return models.Model("custom", path=ref).name
-
-
-def write_whole_model(
-    recipe: Recipe, values: Values, measured: Mapping[str, float], run: Path, target: Path
-) -> None:
-    """Write the model of a run, made anew from its base: adapter merged, word taught, or weights put in."""
-    side = recipe.data.resolution
-    if recipe.task == "extractor":
-        store = Store.open(str(recipe.data.store))
-        rows, _ = select_rows(store, recipe.data)
-        model: Model = build_extractor(recipe.model, recipe.objective.extractor, side, store, rows)
-    else:
-        model = build_model(recipe.task, recipe.model, recipe.objective, side, no_captions, run)
-    if recipe.adapts:
-        from darkroom.models.adapters.read import merge
-
-        merge(model, trained_adapter(recipe, values, target.name, run))
-        values = {}
-    elif recipe.model.word is not None:
-        add_word(model, recipe.model.word)
-    _note_guidance(recipe.sample, model)
-    _write_model(model, values, measured, target)
 
 
 def _note_guidance(settings: SampleSettings, model: Model) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from darkroom.recipe.tuning import SamplePrompt
+from darkroom.recipe.sections import SamplePrompt
 from darkroom.train.contents import Contents
 from darkroom.train.data.feed import Feed
 from darkroom.train.distributed.ranks import ALONE, Ranks

@@ -188,7 +188,7 @@ LEAST_BYTES = 32 * 1024**2  # below, a file is not worth it
 ALIGNMENT = 64
 
 
-def rest(modules: Iterable[nn.Module], folder: Path) -> int:
+def offload_mmap(modules: Iterable[nn.Module], folder: Path) -> int:
     """Lay the frozen weights of parts on a CPU into a file in `folder`; returns how many bytes.
 
     The parts work as before: a weight that is read comes back into memory, and after the part has run it
@@ -206,8 +206,8 @@ def rest(modules: Iterable[nn.Module], folder: Path) -> int:
         tensor.data = _view(mapped, tensor, start)
     for part in parts:
         for runs in _what_runs(part):
-            runs.register_forward_hook(lambda *_: _let_go(mapped))
-    _let_go(mapped)
+            runs.register_forward_hook(lambda *_: _release(mapped))
+    _release(mapped)
     give_back()
     return mapped.nbytes
 
@@ -254,5 +254,5 @@ def _what_runs(part: nn.Module) -> list[nn.Module]:
     return found or [part]
 
 
-def _let_go(mapped: Tensor) -> None:
+def _release(mapped: Tensor) -> None:
     drop_file_pages(mapped.data_ptr(), mapped.nbytes)

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from darkroom.errors import RecipeError
 from darkroom.models.model import is_flow
-from darkroom.recipe.sections import FlowSettings, ObjectiveSettings
-from darkroom.recipe.tuning import LossSettings, TimestepSettings
+from darkroom.recipe.sections import FlowSettings, LossSettings, ObjectiveSettings, TimestepSettings
 from darkroom.sample.choice import SD_SCHEDULE
 from darkroom.sample.schedule import Schedule
 from darkroom.sample.solvers import Flow
@@ -453,7 +452,7 @@ def offset_strength(
 
 
 def multires_noise(noise_BCHW: Tensor, pyramid_BCHW: Tensor) -> Tensor:
-    """Noise with coarser noises added (`data.order.pyramid`), each row scaled back to unit deviation."""
+    """Noise with coarser noises added (`data.draws.pyramid`), each row scaled back to unit deviation."""
     noise_BCHW = noise_BCHW + pyramid_BCHW
     return noise_BCHW / noise_BCHW.std(dim=tuple(range(1, noise_BCHW.ndim)), keepdim=True)
 

@@ -6,7 +6,7 @@ import gc
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,28 +20,21 @@ from darkroom.data.store import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_out_of_memory
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
+from darkroom.recipe.fine_tuning import SUBJECT_TASKS
 from darkroom.recipe.kohya import refuse_foreign_state
-from darkroom.recipe.phases import phase_recipes, sweep_recipe
 from darkroom.recipe.read import recipe_of
-from darkroom.recipe.rules import SUBJECT_TASKS
 from darkroom.recipe.sections import BudgetSettings, CheckpointSettings, DataSettings, Recipe
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checkpoint.resume import check_changes, check_environment
 from darkroom.train.checkpoint.storage import CheckpointStorage, RemotePlace, newest, place_of, take_records
 from darkroom.train.checks import check_settings
-from darkroom.train.data.feed import Feed
+from darkroom.train.data.feed import Feed, OpenFeed
 from darkroom.train.data.local_dataset import class_note, forget, has_own_store, store_path
-from darkroom.train.data.online import OpenFeed
-from darkroom.train.data.precomputed import let_go, settled
+from darkroom.train.data.precomputed import release_pins, settled
 from darkroom.train.distributed.ranks import ALONE, RankLost, Ranks, joined, started_together
 from darkroom.train.evaluation import KIND as BEST
-from darkroom.train.exports import (
-    described_base,
-    trained_adapter,
-    write_adapter_file,
-    write_whole_model,
-)
+from darkroom.train.exports import Exporter, described_base, write_adapter_file
 from darkroom.train.jobs import Pinned, Say, TrainingSetup
 from darkroom.train.memory import NotOneFits
 from darkroom.train.model import keep_tokenizer
@@ -78,16 +71,17 @@ def train(
         check_settings(recipe, started_together())
     with joined(recipe.parallel) as ranks:
         say = console if ranks.first else _nothing
+        launch = _Launch(recipe, feed, say, ranks)
         if recipe.phases:
             if resume != "auto":
                 raise InputError(f"--resume {resume} with phases", allowed="auto")
             again = partial(train, feed=feed, estimate=estimate, console=console)
-            return _train_phases(phase_recipes(recipe, Path(out)), recipe.budget, again, say)
+            return launch.phases(Path(out), again)
         place = _place(ranks, Path(out), resume, recipe.checkpoint, say)
         if place.run is None:
-            return _begin(recipe, place, feed, estimate, say, ranks)
+            return launch.begin(place, estimate)
         with _held(place.run, ranks):
-            return _go_on(recipe, place.run, feed, say, ranks)
+            return launch.resume(place.run)
 
 
 def _nothing(line: str) -> None:
@@ -98,11 +92,11 @@ def _nothing(line: str) -> None:
 def _held(run: Run, ranks: Ranks) -> Iterator[None]:
     """Within, no other job trains this run: rank 0 holds it for all."""
     if not ranks.first:
-        ranks.meet()
+        ranks.barrier()
         yield
         return
     with run.lock():
-        ranks.meet()
+        ranks.barrier()
         yield
 
 
@@ -118,9 +112,9 @@ class _Place:
 def _place(ranks: Ranks, out: Path, resume: str, settings: CheckpointSettings, say: Say) -> _Place:
     """Rank 0 looks, so that what it makes a moment later misleads nobody."""
     if resume == "auto":
-        there = ranks.tell(lambda: (out / "recipe.yaml").is_file() or _fetch_run(settings.url, out, say))
+        there = ranks.broadcast(lambda: (out / "recipe.yaml").is_file() or _fetch_run(settings.url, out, say))
         return _Place(out, Run(out) if there else None)  # other machines may not have the folder yet
-    free = Path(ranks.tell(lambda: str(numbered_folder(out))))
+    free = Path(ranks.broadcast(lambda: str(numbered_folder(out))))
     if resume == "never":
         return _Place(free)
     start = Path(resume)
@@ -147,44 +141,121 @@ def _fetch_run(url: str | None, out: Path, say: Say) -> bool:
     return True
 
 
-def _begin(
-    recipe: Recipe,
-    place: _Place,
-    feed: Feed | OpenFeed | None,
-    estimate: Estimate | None,
-    say: Say,
-    ranks: Ranks,
-) -> TrainResult:
-    before = hardware.resident_bytes()
-    if not ranks.tell(lambda: is_free(place.path)):
-        raise InputError(f"'{place.path}' holds something that is no run", mend="choose another --out")
-    if place.start is not None and place.start.step >= recipe.train.steps:
-        raise RecipeError("train.steps", f"{recipe.train.steps}, but {place.start.step} steps are made")
-    if ranks.tell(lambda: bool(place_of(recipe.checkpoint.url, place.path).kept())):
-        raise RecipeError(
-            "checkpoint.url",
-            f"'{recipe.checkpoint.url}' holds another run's checkpoints",
-            mend="choose another prefix, or go on with that run: --resume auto and a new --out",
-        )
-    for note in recipe.derived:
-        say(note)
-    version = ranks.tell(lambda: settled(recipe.data, place.path, None, say))
-    with _undone(recipe.data, place.path, ranks):
-        job = make_job(recipe, Pinned(place.path, version), feed, say, ranks)
-    if ranks.first:
-        Run.create(place.path, recipe.dump(), _environment(job) | {"resident_bytes": before})
-    run = Run(place.path)
-    with _held(run, ranks):
+@dataclass(frozen=True)
+class _Launch:
+    """A recipe that these processes train, each in a call of its own."""
+
+    recipe: Recipe
+    feed: Feed | OpenFeed | None
+    say: Say
+    ranks: Ranks
+
+    def phases(self, out: Path, one: Callable[..., TrainResult]) -> TrainResult:
+        """Train all phases with `one`; the same call again goes on in the phase where it stopped.
+
+        The budget is that of all phases together.
+        """
+        budget = self.recipe.budget
+        result: TrainResult | None = None
+        used = None
+        for folder, phase in self.recipe.in_phases(out):
+            if used is not None:
+                left = budget.less(used)
+                if left is None:
+                    raise Stopped(f"{budget.spent(used)} is spent by the phases; say a larger one to go on")
+                phase = phase.model_copy(update={"budget": left})
+            self.say(
+                f"{folder.name}: {phase.train.steps} steps of {phase.train.global_batch} pictures, "
+                f"{phase.data.resolution} px"
+            )
+            result = one(phase, out=folder)
+            used = result.bill if used is None else used + result.bill
+        assert result is not None
+        return result
+
+    def begin(self, place: _Place, estimate: Estimate | None) -> TrainResult:
+        """Make a new run, and train it."""
+        recipe, say, ranks = self.recipe, self.say, self.ranks
+        before = hardware.resident_bytes()
+        if not ranks.broadcast(lambda: is_free(place.path)):
+            raise InputError(f"'{place.path}' holds something that is no run", mend="choose another --out")
+        if place.start is not None and place.start.step >= recipe.train.steps:
+            raise RecipeError("train.steps", f"{recipe.train.steps}, but {place.start.step} steps are made")
+        if ranks.broadcast(lambda: bool(place_of(recipe.checkpoint.url, place.path).kept())):
+            raise RecipeError(
+                "checkpoint.url",
+                f"'{recipe.checkpoint.url}' holds another run's checkpoints",
+                mend="choose another prefix, or go on with that run: --resume auto and a new --out",
+            )
+        for note in recipe.derived:
+            say(note)
+        version = ranks.broadcast(lambda: settled(recipe.data, place.path, None, say))
+        with _undone(recipe.data, place.path, ranks):
+            job = make_job(recipe, Pinned(place.path, version), self.feed, say, ranks)
         if ranks.first:
-            planned = None if estimate is None else estimate(recipe, job.num_devices)
-            _keep_plan(run, planned, say)
+            Run.create(place.path, recipe.dump(), _environment(job) | {"resident_bytes": before})
+        run = Run(place.path)
+        with _held(run, ranks):
+            if ranks.first:
+                planned = None if estimate is None else estimate(recipe, job.num_devices)
+                _keep_plan(run, planned, say)
+                keep_tokenizer(recipe.model, job.task.model, run.path)
+                note_start(run.path, job.step.weights.masters, recipe.adapter)
+            trainer = _trainer(job, run, say, first_step=0)
+            if place.start is not None:
+                trainer.restore(place.start)
+                trainer.save()  # from now on the run stands on its own
+                say(f"starting from {place.start.path} (step {place.start.step})")
+            return trainer.train()
+
+    def resume(self, run: Run) -> TrainResult:
+        """Train a run on from its newest checkpoint, after checking that it is the same job."""
+        recipe, say, ranks = self.recipe, self.say, self.ranks
+        before = recipe_of(ranks.broadcast(lambda: run.recipe), run.path)
+        place, checkpoint = newest(_places(run, recipe.checkpoint, before.checkpoint), say, ranks)
+        step = checkpoint.step if checkpoint else 0
+        notes = check_changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"), step)
+        if ranks.broadcast(lambda: bool(run.outputs and (step == recipe.train.steps or run.ended_early))):
+            made = f"it ended early, after step {step}" if run.ended_early else f"all {step} steps are made"
+            say(f"'{run.path}' is finished: {made}")
+            return result_of(run)
+        store = ranks.broadcast(lambda: run.environment.get("store", {}))
+        ranks.rank0_first(run.tidy)
+        micro = checkpoint.scalars["micro_batch"] if checkpoint else None
+        here = not has_own_store(recipe.data) or Path(store_path(recipe.data, run.path)).exists()
+        known = store.get("version") if here else None
+        anew = checkpoint is None or isinstance(place, RemotePlace)
+        version = ranks.broadcast(lambda: settled(recipe.data, run.path, known, say) if anew else known)
+        pinned = Pinned(
+            run.path,
+            version,
+            store.get("rows"),
+            micro,
+            contents=store.get("contents"),
+            base=ranks.broadcast(lambda: run.environment.get("fingerprints")),
+            chosen=store.get("chosen"),
+        )
+        job = make_job(recipe, pinned, self.feed, say, ranks)
+        if checkpoint:
+            notes += check_environment(checkpoint.scalars["environment"], job.environment)
+
+        def prepare_run() -> None:
+            """Cut metrics off after the checkpoint, and note this session."""
+            run.truncate(step if checkpoint else -1)
+            run.set_recipe(recipe.dump())
+            run.add_session(_environment(job))
             keep_tokenizer(recipe.model, job.task.model, run.path)
             note_start(run.path, job.step.weights.masters, recipe.adapter)
-        trainer = _trainer(job, run, say, first_step=0)
-        if place.start is not None:
-            trainer.restore(place.start)
-            trainer.save()  # from now on the run stands on its own
-            say(f"starting from {place.start.path} (step {place.start.step})")
+
+        ranks.rank0_first(prepare_run)
+        trainer = _trainer(job, run, say, first_step=step)
+        say(f"going on after step {step} of {recipe.train.steps}")
+        for note in notes:
+            say(f"note: {note}")
+        if checkpoint and place:
+            trainer.restore(checkpoint)
+            ranks.barrier()
+            place.forget()
         return trainer.train()
 
 
@@ -195,7 +266,7 @@ def _undone(data: DataSettings, run: Path, ranks: Ranks) -> Iterator[None]:
         yield
     except BaseException as error:
         if ranks.first:
-            let_go(data, run)
+            release_pins(data, run)
         if isinstance(error, InputError):
             forget(run)
         raise
@@ -211,55 +282,6 @@ def _places(run: Run, *settings: CheckpointSettings) -> list[CheckpointStorage]:
     """Where a run's checkpoints may be, now and before: the first is where they are now."""
     urls = dict.fromkeys([*(one.url for one in settings), None])
     return [place_of(url, run.path) for url in urls]
-
-
-def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ranks: Ranks) -> TrainResult:
-    before = recipe_of(ranks.tell(lambda: run.recipe), run.path)
-    place, checkpoint = newest(_places(run, recipe.checkpoint, before.checkpoint), say, ranks)
-    step = checkpoint.step if checkpoint else 0
-    notes = check_changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"), step)
-    if ranks.tell(lambda: bool(run.outputs and (step == recipe.train.steps or run.ended_early))):
-        made = f"it ended early, after step {step}" if run.ended_early else f"all {step} steps are made"
-        say(f"'{run.path}' is finished: {made}")
-        return result_of(run)
-    store = ranks.tell(lambda: run.environment.get("store", {}))
-    ranks.in_turn(run.tidy)
-    micro = checkpoint.scalars["micro_batch"] if checkpoint else None
-    here = not has_own_store(recipe.data) or Path(store_path(recipe.data, run.path)).exists()
-    known = store.get("version") if here else None
-    anew = checkpoint is None or isinstance(place, RemotePlace)
-    version = ranks.tell(lambda: settled(recipe.data, run.path, known, say) if anew else known)
-    pinned = Pinned(
-        run.path,
-        version,
-        store.get("rows"),
-        micro,
-        contents=store.get("contents"),
-        base=ranks.tell(lambda: run.environment.get("fingerprints")),
-        chosen=store.get("chosen"),
-    )
-    job = make_job(recipe, pinned, feed, say, ranks)
-    if checkpoint:
-        notes += check_environment(checkpoint.scalars["environment"], job.environment)
-
-    def prepare_run() -> None:
-        """Cut metrics off after the checkpoint, and note this session."""
-        run.truncate(step if checkpoint else -1)
-        run.set_recipe(recipe.dump())
-        run.add_session(_environment(job))
-        keep_tokenizer(recipe.model, job.task.model, run.path)
-        note_start(run.path, job.step.weights.masters, recipe.adapter)
-
-    ranks.in_turn(prepare_run)
-    trainer = _trainer(job, run, say, first_step=step)
-    say(f"going on after step {step} of {recipe.train.steps}")
-    for note in notes:
-        say(f"note: {note}")
-    if checkpoint and place:
-        trainer.restore(checkpoint)
-        ranks.meet()
-        place.forget()
-    return trainer.train()
 
 
 def _environment(job: TrainingSetup) -> dict[str, Any]:
@@ -301,12 +323,13 @@ def export(
     state = _state(source, _places(source, recipe.checkpoint), checkpoint, say)
     best = recipe.evaluate.patience is not None and checkpoint is None and ema
     values, measured = _exported(state, best=best, ema=ema, say=say)
+    exporter = Exporter(recipe, source.path)
     if as_file:
-        made = trained_adapter(recipe, values, target.stem, source.path)
+        made = exporter.adapter(values, target.stem)
         family = recipe.model.base if recipe.model.base in models.FAMILIES else None
         base = source.environment.get("base") or {"family": family}
         return write_adapter_file(made, target, base=base, kohya=kohya)
-    write_whole_model(recipe, values, measured, source.path, target)
+    exporter.write_whole_model(values, measured, target)
     (target / "README.md").write_text(model_card(target.name, recipe.task, recipe.data), encoding="utf-8")
     return target
 
@@ -372,34 +395,6 @@ def _state(run: Run, places: Sequence[CheckpointStorage], step: int | None, say:
     raise InputError(f"no checkpoint of step {step}", allowed=", ".join(str(kept.step) for kept, _ in there))
 
 
-def _train_phases(
-    phases: Iterable[tuple[Path, Recipe]],
-    budget: BudgetSettings,
-    one: Callable[..., TrainResult],
-    say: Callable[[str], None],
-) -> TrainResult:
-    """Train all phases with `one`; the same call again goes on in the phase where it stopped.
-
-    The budget is that of all phases together.
-    """
-    result: TrainResult | None = None
-    used = None
-    for folder, phase in phases:
-        if used is not None:
-            left = budget.less(used)
-            if left is None:
-                raise Stopped(f"{budget.spent(used)} is spent by the phases; say a larger one to go on")
-            phase = phase.model_copy(update={"budget": left})
-        say(
-            f"{folder.name}: {phase.train.steps} steps of {phase.train.global_batch} pictures, "
-            f"{phase.data.resolution} px"
-        )
-        result = one(phase, out=folder)
-        used = result.bill if used is None else used + result.bill
-    assert result is not None
-    return result
-
-
 @dataclass(frozen=True)
 class Tried:
     """One run of a sweep: what sets it apart, and what it made, or why it did not get to its end."""
@@ -446,7 +441,7 @@ def sweep(
         console(f"{folder.name}, {len(tried) + 1} of {len(recipes)}: {changes}")
         others = [one for one in folders if one != folder]
         shared = _class_folder(recipe.task, recipe.data, recipe.model.base, out)
-        one = sweep_recipe(recipe, folder.name, _left(recipe.budget, others), shared)
+        one = recipe.in_sweep(folder.name, _left(recipe.budget, others), shared)
         made, failure = attempted(
             partial(train, one, out=folder, resume=resume, estimate=estimate, console=console)
         )

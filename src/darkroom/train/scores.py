@@ -139,8 +139,8 @@ class Scores:
         `heldout_<score>` is the value; `scores` has each one's 95 % interval and what it was taken with.
         """
         from darkroom import sample
-        from darkroom.evaluate.drawing import draw
         from darkroom.evaluate.metrics import METRICS, Scorer, Sets
+        from darkroom.evaluate.pictures import draw
 
         drawn = self._drawn
         how = self._how

@@ -21,67 +21,61 @@ from darkroom.data.order import Rows, SampleOrder
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
-from darkroom.models.adapters.read import read_adapter
 from darkroom.models.compiling import compile_blocks, compile_whole
 from darkroom.models.mapped import cast_opened
 from darkroom.models.model import Model
 from darkroom.prepare.encoders import VaeEncoder
-from darkroom.recipe.rules import FINE_TUNING, SUBJECT_TASKS, channels_last
+from darkroom.recipe.fine_tuning import FINE_TUNING, SUBJECT_TASKS
+from darkroom.recipe.rules import channels_last
 from darkroom.recipe.sections import (
     AdapterSettings,
     DataSettings,
     ModelSettings,
     OptimSettings,
     ParallelSettings,
+    SamplePrompt,
     TrainSettings,
 )
-from darkroom.recipe.tuning import SamplePrompt
 from darkroom.train.base_precision import pack_layers
 from darkroom.train.checkpoint.resume import exactness
 from darkroom.train.checks import check_settings
 from darkroom.train.contents import (
-    CLASS_PICTURES,
     base_of,
     check_base,
     chosen_of,
-    class_contents,
     columns_read,
     contents_of,
+    others_of,
     places_of,
 )
 from darkroom.train.data.feed import (
     LOSS_WEIGHT,
     PROMPT,
     Feed,
+    OpenFeed,
     bucket_step,
     make_feed,
     make_order,
     read_once,
     rows_an_epoch,
     rows_of_one_size,
+    select_rows,
 )
 from darkroom.train.data.local_dataset import (
     class_store_path,
     gather,
     gather_class,
     has_own_store,
-    open_store,
+    open_pinned,
 )
-from darkroom.train.data.online import OpenFeed
-from darkroom.train.data.precomputed import (
-    prepare_own,
-    stored_latents,
-    stored_masks,
-    stored_text,
-)
-from darkroom.train.data.rows import select_rows
+from darkroom.train.data.precomputed import prepare_own, stored_latents, stored_masks, stored_text
 from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.jobs import Pinned, Say, TrainingSetup
 from darkroom.train.memory import (
     ESTIMATED,
     choose_micro_batch,
     forget_inputs,
-    rest,
+    offload_mmap,
     try_micro_batches,
 )
 from darkroom.train.model import build_model
@@ -147,7 +141,7 @@ def make_job(
     data, train, optim, side = recipe.data, recipe.train, recipe.optim, recipe.data.resolution
     store = _opened_store(recipe.task, data, pinned, feed, say, ranks)
     train_rows, held_rows = select_rows(store, data)
-    contents = ranks.tell(lambda: contents_of(store, pinned.contents, columns_read(data)))
+    contents = ranks.broadcast(lambda: contents_of(store, pinned.contents, columns_read(data)))
     chosen = chosen_of((train_rows, held_rows), data, pinned.chosen)
     device = _device(train.device, ranks)
     set_kernels(train, device)
@@ -168,11 +162,11 @@ def make_job(
     stores = _made_ready(recipe.task, data, recipe.model.base, model, store, site)
     _move(model, device, but=model.unet if recipe.model.base_precision else None)
     task = make_task(recipe, model, store, device, pinned.run)
-    base |= _seen_by(task) | _started_from(recipe.adapter) | _compared_with(stores, ranks)
+    base |= others_of(task, recipe.adapter, stores, ranks)
     check_base(base, pinned.base, recipe.model, places)
     if device.type != "cpu" and recipe.frozen_text:
         halve_text(model, site.dtype)
-    rest(_seldom_run(model, task), pinned.run)
+    offload_mmap(_seldom_run(model, task), pinned.run)
     notes += _trained_share(recipe.task, task)
     heldout, held_notes = _heldout(task, data, store, held_rows, recipe.evaluate.rows, device)
     calibration = _calibration(task, store, train_rows, side, device)
@@ -252,15 +246,8 @@ def _opened_store(
             mend="train with --engine ray, or set data.encode=inline",
         )
     if has_own_store(data) and pinned.version is None:
-        ranks.in_turn(lambda: gather(task, data, pinned.run, say))
-    store = open_store(data, pinned.run, pinned.version)
-    if pinned.rows is not None and store.num_rows != pinned.rows:
-        raise RecipeError(
-            "data.store",
-            f"'{store.path}' has {store.num_rows} rows at version {store.version}, not {pinned.rows}",
-            mend="it is not the store that this run was started with",
-        )
-    return store
+        ranks.rank0_first(lambda: gather(task, data, pinned.run, say))
+    return open_pinned(data, pinned.run, pinned.version, pinned.rows)
 
 
 def _made_ready(
@@ -275,15 +262,15 @@ def _made_ready(
     if data.class_prompt is not None:
         if not makes:
             column = stored_latents(data, model, store)
-        if ranks.tell(lambda: not class_store_path(pinned.run).exists() or pinned.version is None):
+        if ranks.broadcast(lambda: not class_store_path(pinned.run).exists() or pinned.version is None):
             _move(model, site.device)
-            ranks.in_turn(lambda: gather_class(data, base, model, pinned.run, site.dtype, say))
+            ranks.rank0_first(lambda: gather_class(data, base, model, pinned.run, site.dtype, say))
         stores.append(Store.open(class_store_path(pinned.run)))
     if task == "dpo":
         stores.append(Store.open(class_store_path(pinned.run)))
     own = stores if makes else stores[1:] if column else []
     if own:
-        ranks.in_turn(lambda: prepare_own(data, model, own, site.device, say))
+        ranks.rank0_first(lambda: prepare_own(data, model, own, site.device, say))
         for one in own:
             one.refresh()
     return stores
@@ -477,23 +464,6 @@ def _caption_changes(data: DataSettings, columns: tuple[str, ...]) -> dict[str, 
         "columns": (*columns, *((PROMPT, LOSS_WEIGHT) if data.sets else ())),
         "prompt_column": PROMPT if data.sets else None,
     }
-
-
-def _seen_by(task: Task) -> dict[str, str]:
-    """The fingerprint of the extractor that a transformer is aligned with, where there is one."""
-    extractor = task.extractor if isinstance(task, Diffusion) else None
-    return {} if extractor is None else {"extractor": extractor.sha256[:16]}
-
-
-def _compared_with(stores: Sequence[Store], ranks: Ranks) -> dict[str, str]:
-    """The fingerprint of the pictures of the class, or of those not preferred, where there are any."""
-    return {CLASS_PICTURES: ranks.tell(lambda: class_contents(stores[1]))} if len(stores) > 1 else {}
-
-
-def _started_from(adapter: AdapterSettings | None) -> dict[str, str]:
-    """The fingerprint of the adapter file that training starts from, where there is one."""
-    start = None if adapter is None else adapter.start
-    return {} if start is None else {"adapter": read_adapter(start).sha256[:16]}
 
 
 def _seldom_run(model: Model, task: Task) -> list[nn.Module]:

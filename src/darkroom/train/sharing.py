@@ -57,7 +57,7 @@ def training_metadata(
         "unet_lr": optim.unet_lr,
         "text_encoder_lr": optim.text_encoder_lr,
         "optimizer": optim.name,
-        "lr_scheduler": optim.decay,
+        "lr_scheduler": optim.lr_schedule,
         "lr_warmup_steps": optim.warmup_steps,
         "max_train_steps": train.steps,
         "total_batch_size": train.global_batch,

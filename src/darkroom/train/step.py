@@ -164,7 +164,7 @@ class Step:
 
     def _odd(self, norm: Tensor) -> Tensor | None:
         """1 on the device where this step is to leave the weights as they are; None where none ever is."""
-        if self._train.on_nan != "skip":
+        if self._train.nonfinite_policy != "skip":
             return None
         most = self._train.spike_norm or torch.finfo(torch.float32).max
         return (~(norm <= most)).float()

@@ -24,8 +24,8 @@ from darkroom.train.checkpoint.storage import newest, place_of
 from darkroom.train.distributed.ranks import ALONE, Agreement, HangWatchdog, Ranks
 from darkroom.train.distributed.weights import held_rows
 from darkroom.train.evaluation import KIND as BEST
-from darkroom.train.evaluation import Best, Looking
-from darkroom.train.exports import write_results, write_whole_model
+from darkroom.train.evaluation import Best, Evaluator
+from darkroom.train.exports import Exporter
 from darkroom.train.jobs import Say, TrainingSetup
 from darkroom.train.optim import optimiser_numbers, optimiser_tensors, restore_optimiser
 from darkroom.train.speed import COUNT_AFTER_S, flops_per_image, projected, utilisation
@@ -94,8 +94,8 @@ class Trainer:
         self._window = _Window()
         self._stop = StopRequest()
         watch, meter, stop = self._watch, self.meter, self._stop
-        self._look = Looking(job, run, meter=meter, watch=watch, stop=stop, tracker=tracker, say=say)
-        self._odd = OddBatches(run.path, job.rows_of, ranks)
+        self._evaluator = Evaluator(job, run, meter=meter, watch=watch, stop=stop, tracker=tracker, say=say)
+        self._guard = NonfiniteGuard(run.path, job.rows_of, ranks)
         self._flops, self._prior, self._began_at = job.flops, run.bill(), 0
         self._best: Best | None = None  # kept where patience is set
         self._ended = False  # before the last step, because the held-out loss stands still
@@ -149,7 +149,7 @@ class Trainer:
     def _measure(self) -> dict[str, float]:
         if not self.job.calibration:
             return {}
-        with self._look.averaged():
+        with self._evaluator.averaged():
             return self.task.measure(self.job.calibration)
 
     # ---- the loop
@@ -188,7 +188,7 @@ class Trainer:
                 raise CheckpointError("the checkpoint to go back to is gone") from back
             self.restore(found)
             self.saver.place.forget()
-            self.ranks.in_turn(lambda: self.run.truncate(self.k))
+            self.ranks.rank0_first(lambda: self.run.truncate(self.k))
             self._agreed.close()
             self.say(f"going on after step {self.k}, without the batches in {FILE}")
             return False
@@ -198,8 +198,8 @@ class Trainer:
         steps, device = self.recipe.train.steps, self.job.device
         if self.k == 0 and (before := self._evaluate()):
             self._write({"step": 0, **before})
-        self._ended = self._look.standing(self.k)[1]  # a run that was killed at its early end
-        self._look.sample_if_missing(self.k)
+        self._ended = self._evaluator.standing(self.k)[1]  # a run that was killed at its early end
+        self._evaluator.sample_if_missing(self.k)
         self._window = _Window()
         if self.k < steps and not self._ended:
             self._check_budget()
@@ -210,7 +210,7 @@ class Trainer:
                 columns = next(batches)
             waited_s = time.perf_counter() - started
             self._watch.note(self.k, "step")
-            passes = self.k + 1 in self._odd.passed
+            passes = self.k + 1 in self._guard.passed
             if passes:
                 self.step.pass_over(self.k)
             else:
@@ -239,15 +239,15 @@ class Trainer:
         draws = _due(self.k, recipe.sample.every) or (
             last and bool(recipe.sample.every or recipe.sample.prompts)
         )
-        scores = recipe.evaluate.every_images and (last or self._look.scores_due(self.k))
+        scores = recipe.evaluate.every_images and (last or self._evaluator.scores_due(self.k))
         if looks or draws or scores or _due(self.k, recipe.train.log_every):
 
             def seen() -> dict[str, Any]:
-                return (self._evaluate() if looks else {}) | (self._look.score(self.k) if scores else {})
+                return (self._evaluate() if looks else {}) | (self._evaluator.score(self.k) if scores else {})
 
             self._flush(seen)
             if draws:
-                self._look.sample(self.k)
+                self._evaluator.sample(self.k)
         last = last or self._ended
         # Once: a signal between two looks at it must not leave without saving.
         stops = bool(self._agreed(int(self._stop.asked or bool(spent))))
@@ -270,7 +270,7 @@ class Trainer:
         return budget.spent(self.meter.bill()) if budget.usd or budget.hours or budget.deadline else ""
 
     def _check_budget(self) -> None:
-        if spent := self.ranks.tell(self._spent):
+        if spent := self.ranks.broadcast(self._spent):
             raise Stopped(f"{spent} is spent, and {self.k} steps are made; say a larger one to go on")
 
     def _flush(self, more: Callable[[], dict[str, Any]] = dict) -> None:
@@ -301,7 +301,7 @@ class Trainer:
         self.meter.images += images
         self._window = _Window()
         self.saver.look()
-        self._look_for_odd(rows)
+        self._guard_losses(rows)
         looked = more()
         rows[-1] |= self._usage(rows[-1]["images_per_s"]) | looked
         gc.collect(1)
@@ -311,27 +311,27 @@ class Trainer:
         if _due(self.k, self.recipe.train.log_every) or looked or self.k == self.recipe.train.steps:
             self.say(self._line(rows[-1]))
 
-    def _look_for_odd(self, rows: list[dict[str, Any]]) -> None:
+    def _guard_losses(self, rows: list[dict[str, Any]]) -> None:
         """Stop, go back, or note the steps that were left out, where metrics are not what they should be."""
         settings, scaled = self.recipe.train, self.step.scaler.is_enabled()
-        odd = [row for row in rows if _is_odd(row, settings.spike_norm, scaled=scaled)]
+        odd = [row for row in rows if _is_nonfinite(row, settings.spike_norm, scaled=scaled)]
         if not odd:
             return
-        first, policy = odd[0], settings.on_nan
+        first, policy = odd[0], settings.nonfinite_policy
         name = "grad_norm" if math.isfinite(first["loss"]) else "loss"
         message = f"the {name} of step {first['step']} is {first[name]:.4g}"
         if policy == "skip":
-            self._odd.write(odd, "skip", first=self.ranks.first)
+            self._guard.write(odd, "skip", first=self.ranks.first)
             self.say(f"warning: {message}; {len(odd)} steps left out, their rows are in {FILE}")
             return
         self._write(*rows[: rows.index(first)])
         self.saver.finish()
-        kept = self.ranks.tell(lambda: (found := self.saver.newest()) and found.step)
-        if policy == "rollback" and kept is not None and self._odd.may_roll_back(kept):
-            self._odd.write(odd[:1], "rollback", to=kept, first=self.ranks.first)
+        kept = self.ranks.broadcast(lambda: (found := self.saver.newest()) and found.step)
+        if policy == "rollback" and kept is not None and self._guard.may_roll_back(kept):
+            self._guard.write(odd[:1], "rollback", to=kept, first=self.ranks.first)
             self.say(f"warning: {message}; {self._kept()}")
             raise _RollBack
-        self._odd.write(odd[:1], "stop", first=self.ranks.first)
+        self._guard.write(odd[:1], "stop", first=self.ranks.first)
         raise DarkroomError(
             f"{message}; {self._kept()}; its rows are in {FILE}; start a new run with a lower optim.lr (now "
             f"{self.recipe.optim.lr:g}), more optim.warmup_steps or train.precision=float32"
@@ -386,10 +386,10 @@ class Trainer:
     # ---- looking
 
     def _evaluate(self) -> dict[str, Any]:
-        found = self._look.evaluate(self.k)
+        found = self._evaluator.evaluate(self.k)
         if self.recipe.evaluate.patience is None or "heldout_loss" not in found:
             return found
-        best_step, self._ended = self._look.standing(self.k, found["heldout_loss"])
+        best_step, self._ended = self._evaluator.standing(self.k, found["heldout_loss"])
         if best_step == self.k:
             self._best = Best.of(self.k, self.step.averaged(), self._measure(), self.run.path)
         return found | ({} if self._best is None else {"best_step": self._best.step})
@@ -409,19 +409,20 @@ class Trainer:
             with self.meter.part("checkpoint"):
                 self._write_results(best, measured)
         self._save_bill()
-        self.ranks.meet()
+        self.ranks.barrier()
         return result_of(self.run)
 
     def _write_results(self, best: Best | None, measured: Mapping[str, float]) -> None:
+        exporter = Exporter(self.recipe, self.run.path)
         if not self.ranks.sharded:
             values = self.step.averaged() if best is None else best.values
-            write_results(self.recipe, self.task.model, values, measured, self.run.path)
+            exporter.write_results(self.task.model, values, measured)
             return
         # No rank holds the whole model: the last checkpoint does.
         place = self.saver.place
         tensors = place.load(place.kept()[-1]).tensors
         values = tensors[BEST] if best is not None else tensors.get("ema") or tensors["weights"]
-        write_whole_model(self.recipe, values, measured, self.run.path, self.run.model)
+        exporter.write_whole_model(values, measured, self.run.model)
 
     def _save_bill(self) -> None:
         if not self.ranks.first:
@@ -475,7 +476,7 @@ FILE = "odd_batches.jsonl"
 MOST_ROLLBACKS = 10  # from one checkpoint: then it is not the batches
 
 
-def _is_odd(row: Mapping[str, Any], spike_norm: float | None, *, scaled: bool) -> bool:
+def _is_nonfinite(row: Mapping[str, Any], spike_norm: float | None, *, scaled: bool) -> bool:
     """Whether a step's row of metrics is odd. fp16 (`scaled`) leaves out those that overflow by itself."""
     if not math.isfinite(row["loss"]):
         return True
@@ -484,7 +485,7 @@ def _is_odd(row: Mapping[str, Any], spike_norm: float | None, *, scaled: bool) -
     return spike_norm is not None and row["grad_norm"] > spike_norm
 
 
-class OddBatches:
+class NonfiniteGuard:
     """The odd batches of a run, and the steps that are passed over since."""
 
     def __init__(
@@ -493,7 +494,7 @@ class OddBatches:
         self._file, self._rows_of = run / FILE, rows_of
         self.passed: set[int] = set()
         self._rollbacks: dict[int, int] = {}
-        for line in ranks.tell(self._noted):  # other machines need not see the run's folder
+        for line in ranks.broadcast(self._noted):  # other machines need not see the run's folder
             row = json.loads(line)
             if row["done"] == "rollback":
                 self._note(row["step"], row["to"])

@@ -35,7 +35,7 @@ def the_recipe(recipe_of: MakeRecipe, *overrides: str) -> Recipe:
         f"train.steps={STEPS}",
         "train.micro_batch=4",
         "optim.warmup_steps=5",
-        "optim.decay=cosine",
+        "optim.lr_schedule=cosine",
         "train.ema.start_step=7",
         "model.train_text_encoder=true",
         "model.tokenizer=train",

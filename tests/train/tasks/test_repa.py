@@ -293,12 +293,11 @@ def test_a_u_net_has_neither(recipe_of: MakeRecipe, tmp_path: Path) -> None:
 
 
 def test_phases_set_both_anew(recipe_of: MakeRecipe, extractor: Path, tmp_path: Path) -> None:
-    from darkroom.recipe.phases import phase_recipes
 
     phases = "[{resolution: 16, samples: 16, keep: 0.5}, {resolution: 32, samples: 16, keep: 1, align: 0}]"
     align = f"train.align.extractor={extractor}"
     recipe = dit(recipe_of, f"phases={phases}", "train.routing={keep: 0.25, before: 1}", align)
-    (_, first), (_, second) = phase_recipes(recipe, tmp_path)
+    (_, first), (_, second) = recipe.in_phases(tmp_path)
     assert (first.train.routing.keep, first.train.routing.before) == (0.5, 1)
     assert first.train.align.extractor == str(extractor)
     assert second.train.routing == RoutingSettings()

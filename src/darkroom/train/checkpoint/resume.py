@@ -16,10 +16,18 @@ from darkroom.train.distributed.ranks import ALONE, Ranks
 
 # These change what is watched, kept or how data is read ahead, never what is learned.
 HARMLESS = (
-    *("checkpoint.*", "sample.*", "evaluate.*", "track.*", "budget.*", "train.log_every", "train.on_nan"),
+    *(
+        "checkpoint.*",
+        "sample.*",
+        "evaluate.*",
+        "track.*",
+        "budget.*",
+        "train.log_every",
+        "train.nonfinite_policy",
+    ),
     *(
         "data.workers",
-        "data.ahead",
+        "data.prefetch_batches",
         "data.store",
         "data.online.*",
         "parallel.timeout_s",
@@ -56,8 +64,10 @@ def _note_on_steps(steps: tuple[int, int], now: Mapping[str, Any], step: int) ->
     was, is_now = steps
     if is_now < step:
         raise RecipeError("train.steps", f"{is_now}, but {step} steps are made already")
-    decay = now["optim"]["decay"]
-    shape = "" if decay == "constant" else f"; the rate's {decay} decay is stretched over the new length"
+    schedule = now["optim"]["lr_schedule"]
+    shape = (
+        "" if schedule == "constant" else f"; the rate's {schedule} decay is stretched over the new length"
+    )
     return f"train.steps was {was} and is {is_now}{shape}"
 
 

@@ -38,10 +38,12 @@ class Saver:
         if ranks.first:
             self.place.prepare()
         # By time, so that of two saves of one step the later one is found first.
-        self._token: str = ranks.tell(lambda: f"{time.time_ns():x}-{os.urandom(3).hex()}")
+        self._token: str = ranks.broadcast(lambda: f"{time.time_ns():x}-{os.urandom(3).hex()}")
         self._thread: threading.Thread | None = None
         self._failed: Exception | None = None
-        self._proven = ranks.tell(lambda: bool(self.place.kept()))  # that a checkpoint can be written there
+        self._proven = ranks.broadcast(
+            lambda: bool(self.place.kept())
+        )  # that a checkpoint can be written there
         self._tried = False
         self._pinned: dict[str, Tensor] = {}
 

@@ -350,12 +350,12 @@ def newest(
     Rank 0 verifies. A damaged one is passed over aloud; CheckpointError where all are.
     """
     found = _newest(places, say) if ranks.first else None
-    newest_kept = ranks.tell(lambda: found and [places.index(found[0]), found[1].step, found[1].name])
+    newest_kept = ranks.broadcast(lambda: found and [places.index(found[0]), found[1].step, found[1].name])
     if newest_kept is None:
         return None, None
     place = places[newest_kept[0]]
     opened = found[2] if found else place.open(Kept(newest_kept[1], newest_kept[2]), ranks)
-    ranks.meet()
+    ranks.barrier()
     return place, opened
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -169,7 +169,7 @@ def make_feed(
                         rank=ranks.rank,
                         world_size=ranks.size,
                         workers=data.workers,
-                        ahead=data.ahead,
+                        ahead=data.prefetch_batches,
                         pin_memory=accelerator.kind_of(device).streams,
                     )
                 )
@@ -267,3 +267,55 @@ def rows_an_epoch(data: DataSettings, store: Store, rows: Rows) -> int:
     if data.repeats == "folders":
         return sum(n * len(some) for n, some in repeated(data, store, rows).items())
     return len(rows) * data.repeats
+
+
+# ---- the rows of a store that a recipe trains on
+
+
+def select_rows(store: Store, data: DataSettings) -> tuple[Rows, Rows]:
+    """The rows that are trained on, and those held out; of several stores, those of each."""
+    if isinstance(store, MixedStore):
+        parts = [_matching(one, data) for one in store.stores]
+        rows: Rows = MixedRows.over(parts, store.offsets)
+    else:
+        rows = _matching(store, data)
+    if data.holdout >= 1 and data.holdout != int(data.holdout):
+        raise RecipeError("data.holdout", f"{data.holdout}", allowed="a share below 1, or a whole number")
+    if data.holdout * 2 > len(rows) or 0.5 < data.holdout < 1:
+        raise RecipeError(
+            "data.holdout", f"{data.holdout:g} of {len(rows)} rows", allowed="at most half of the rows"
+        )
+    return rows.split(data.holdout if data.holdout < 1 else int(data.holdout))
+
+
+def _matching(store: Store, data: DataSettings) -> Rows:
+    """The rows of one store that the recipe's filter lets through; RecipeError where there are none."""
+    given = data.filter
+    rows = Rows.of(store.choose(given) if given else store.num_rows)
+    if len(rows):
+        return rows
+    of = f" of '{store.path}'" if data.stores else ""
+    if given:
+        raise RecipeError("data.filter", f"no row of {store.num_rows}{of} matches '{given}'")
+    raise RecipeError("data.stores" if data.stores else "data.store", f"the store{of} is empty")
+
+
+# ---- encoding by other machines while training runs
+
+
+@runtime_checkable
+class OpenFeed(Protocol):
+    """A feed that is still to learn what it feeds: the order is the job's, never the feed's."""
+
+    def bound(
+        self,
+        train: TrainSettings,
+        data: DataSettings,
+        task: Task,
+        stores: Sequence[Store],
+        order: SampleOrder,
+        device: torch.device,
+        ranks: Ranks,
+    ) -> Feed:
+        """The stream of this rank's batches of a job; arguments as `make_feed` takes them."""
+        ...

@@ -28,8 +28,7 @@ from darkroom.train.data.masks import COLUMN, alpha_of
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
-    from darkroom.recipe.sections import DataSettings
-    from darkroom.recipe.tuning import DataSet
+    from darkroom.recipe.sections import DataSet, DataSettings
 
 
 Say = Callable[[str], None]
@@ -57,6 +56,20 @@ def open_store(data: DataSettings, run: Path, version: int | Sequence[int] | Non
     pinned = version if isinstance(version, Sequence) else [version] * len(paths)
     stores = [Store.open(path, version=one) for path, one in zip(paths, pinned, strict=True)]
     return MixedStore(stores)
+
+
+def open_pinned(
+    data: DataSettings, run: Path, version: int | Sequence[int] | None, rows: int | None
+) -> Store:
+    """The same; RecipeError where it has not as many rows as a run that goes on has noted."""
+    store = open_store(data, run, version)
+    if rows is not None and store.num_rows != rows:
+        raise RecipeError(
+            "data.store",
+            f"'{store.path}' has {store.num_rows} rows at version {store.version}, not {rows}",
+            mend="it is not the store that this run was started with",
+        )
+    return store
 
 
 def class_store_path(run: Path) -> Path:

@@ -152,7 +152,7 @@ def _pin(store: Store, run: Path, say: Say) -> None:
         )
 
 
-def let_go(data: DataSettings, run: Path) -> None:
+def release_pins(data: DataSettings, run: Path) -> None:
     """Unpin what was settled for a run that cannot be."""
     if has_own_store(data):
         return

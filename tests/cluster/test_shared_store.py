@@ -21,7 +21,7 @@ from test_cluster_train import recipe, trained
 
 from cluster.conftest import NODE
 from darkroom.cluster.encoders import Bounds
-from darkroom.cluster.seen import check_nodes
+from darkroom.cluster.shared_store import check_nodes
 from darkroom.data.store import Store
 from darkroom.errors import StoreError
 
