@@ -289,8 +289,8 @@ def on_stop_signal(
     try:
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for each, old in before.items():
+            signal.signal(each, old)
 
 
 @contextmanager

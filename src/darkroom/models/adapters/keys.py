@@ -59,8 +59,10 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("lycoris_", ""),
 )
 KOHYA_PREFIXES = {"unet": "lora_unet", "text_encoder": "lora_te", "text_encoder_2": "lora_te2"}
-UNET_STARTS = ("down_blocks", "mid_block", "up_blocks", "conv_in", "conv_out", "conv_norm_out")
-UNET_STARTS += ("time_emb", "add_emb")
+UNET_STARTS = (
+    *("down_blocks", "mid_block", "up_blocks", "conv_in", "conv_out", "conv_norm_out"),
+    *("time_emb", "add_emb"),
+)
 TEXT_STARTS = ("text_model", "encoder.layers", "text_projection")
 
 WORDS = frozenset(
