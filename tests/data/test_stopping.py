@@ -6,6 +6,7 @@ import io
 import json
 import random
 import signal
+import subprocess
 import sys
 import tarfile
 import time
@@ -112,6 +113,47 @@ def test_asked_to_stop_it_commits_what_it_has(tars, tmp_path, number):
     assert f"stopped with {had:,} pictures added" in out
     report = import_pictures(tars, store)
     assert report.added == len(EXPECTED) - had
+    check_whole(store)
+
+
+STUCK = """
+import sys, time
+from darkroom.cli import main
+from darkroom.data.importers import job, writing
+from darkroom.data.store import Store
+job.TABLE_ROWS, writing.COMMIT_EVERY_S = 64, 0
+append = Store.append
+def append_once(self, rows):
+    if self.num_rows:
+        print("committing", flush=True)
+        time.sleep(600)
+    append(self, rows)
+Store.append = append_once
+main(["import", *sys.argv[1:]])
+"""
+
+
+def test_a_second_ctrl_c_waits_for_no_commit(tars, tmp_path):
+    """What was committed before is whole, and the same command goes on from there."""
+    store = tmp_path / "s.lance"
+    command = [sys.executable, "-c", STUCK, str(tars), str(store)]
+    with warm.Popen(command, stdout=warm.PIPE, stderr=warm.PIPE, text=True) as child:
+        assert child.stdout is not None
+        while "committing" not in (line := child.stdout.readline()):
+            assert line
+        child.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(1)
+        child.send_signal(signal.SIGTERM)
+        said = child.communicate(timeout=30)[1]
+    assert child.returncode == 1
+    assert said.endswith(
+        "darkroom: stopped at once; what was committed is whole, and the same command goes on\n"
+    )
+    had = numbers_in(store)
+    assert had == EXPECTED[: len(had)]
+    assert 0 < len(had) < len(EXPECTED)
+    assert import_pictures(tars, store).added == len(EXPECTED) - len(had)
     check_whole(store)
 
 

@@ -28,6 +28,7 @@ import psutil
 import pytest
 
 import darkroom
+import warm
 from darkroom import errors
 from darkroom.hardware import system
 
@@ -232,6 +233,48 @@ def test_a_stop_signal_is_noted_once_or_always() -> None:
         assert noted == ["new", "old"]
     finally:
         signal.signal(signal.SIGTERM, kept)
+
+
+LEAVES = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from darkroom.cli.application import _at_once
+from darkroom.hardware import system
+try:
+    with system.leaving_at_once(_at_once), ThreadPoolExecutor(1) as pool:
+        pool.submit(time.sleep, 600)
+        print("at work", flush=True)
+        time.sleep(600)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def test_a_second_ctrl_c_waits_for_no_thread() -> None:
+    """The first one interrupts, and the exit waits for a thread; the second leaves, with one line."""
+    with warm.Popen([sys.executable, "-c", LEAVES], stdout=warm.PIPE, stderr=warm.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "at work\n"
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=30)[1]
+    assert process.returncode == 1
+    assert said == "darkroom: stopped at once; what was saved before is whole\n"
+
+
+def test_an_interrupt_is_as_before_where_none_came() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests
+    try:
+        with system.leaving_at_once(lambda kept: None):
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with system.leaving_at_once(lambda kept: None):  # as a shell's background jobs ignore it
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(

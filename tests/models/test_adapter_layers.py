@@ -10,13 +10,23 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from darkroom import models
 from darkroom.errors import ModelError
 from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.bank import SLOTS, WEIGHTS, Bank, lay_out
 from darkroom.models.adapters.layers import Factors
-from darkroom.models.adapters.read import adaptable, fit, merge, merge_all, read_adapter, write_adapter
+from darkroom.models.adapters.read import (
+    adaptable,
+    changeable,
+    fit,
+    merge,
+    merge_all,
+    read_adapter,
+    write_adapter,
+)
 from darkroom.models.model import Model
 from models.made_adapters import made
 
@@ -259,3 +269,145 @@ def test_boft_turns_outputs_as_lycoris_does(tmp_path: Path) -> None:
     made_so = (layer.weight.detach() + changed.change(layer.weight.detach())).flatten(1)
     assert torch.allclose(made_so, expected, atol=1e-5)
     assert not torch.allclose(made_so, weight, atol=1e-2)
+
+
+def whole_differences(model: Model, prefix: str = "lora_unet") -> dict[str, torch.Tensor]:
+    """What LyCORIS' `full` with `train_norm` saves: of weights, biases and normalisations."""
+    draw = torch.Generator().manual_seed(2)
+    found = {}
+    for path, layer in changeable(model).items():
+        if not path.startswith("unet."):
+            continue
+        stem = f"{prefix}_{path.removeprefix('unet.').replace('.', '_')}"
+        is_norm = isinstance(layer, (nn.GroupNorm, nn.LayerNorm))
+        for role, parameter in zip(("w_norm", "b_norm") if is_norm else ("diff", "diff_b"),
+                                   (layer.weight, layer.bias), strict=True):  # fmt: skip
+            if parameter is not None:
+                found[f"{stem}.{role}"] = 0.1 * torch.randn(parameter.shape, generator=draw)
+    return found
+
+
+@pytest.mark.parametrize("prefix", ["lora_unet", "lycoris"])
+def test_whole_differences_change_biases_and_normalisations_too(prefix: str, tmp_path: Path) -> None:
+    plain, merged = models.create("tiny", seed=1), models.create("tiny", seed=1)
+    tensors = whole_differences(plain, prefix)
+    save_file(tensors, tmp_path / "a.safetensors")
+    read = read_adapter(tmp_path / "a.safetensors")
+    assert read.kind == "full+norm"
+    merge(merged, read, 0.5)
+    before, after = plain.modules["unet"].state_dict(), merged.modules["unet"].state_dict()
+    for name, weight in before.items():
+        path, _, what = name.rpartition(".")
+        stem = f"{prefix}_{path.replace('.', '_')}"
+        roles = ("diff", "w_norm") if what == "weight" else ("diff_b", "b_norm")
+        [change] = [tensors[f"{stem}.{role}"] for role in roles if f"{stem}.{role}" in tensors]
+        assert torch.allclose(after[name], weight + 0.5 * change, atol=1e-6), name
+    again = read_adapter(write_adapter(read, tmp_path / "b.safetensors", kohya=True))
+    assert sorted(again.layers) == sorted(fit(read, plain).layers)
+    assert again.num_parameters == read.num_parameters == sum(t.numel() for t in tensors.values())
+
+
+@torch.no_grad()
+def test_a_bank_adds_biases_and_normalisations_to_the_rows_that_have_them(tmp_path: Path) -> None:
+    plain, merged = models.create("tiny", seed=1), models.create("tiny", seed=1)
+    save_file(whole_differences(plain), tmp_path / "a.safetensors")
+    read = read_adapter(tmp_path / "a.safetensors")
+    merge(merged, read)
+    draw = torch.Generator().manual_seed(1)
+    unet: Any = plain.unet
+    latents = torch.randn(2, unet.config.in_channels, 8, 8, generator=draw)
+    text = torch.randn(2, 5, unet.config.cross_attention_dim, generator=draw)
+
+    def drawn(model: Model) -> torch.Tensor:
+        made: torch.Tensor = model.unet(latents, torch.tensor([500, 20]), text).sample  # type: ignore[misc]
+        return made
+
+    without, wanted = drawn(plain), drawn(merged)
+    bank = Bank(plain, slots=1, max_rank=4)
+    bank.load(1, read)
+    rows = lay_out([[(1, 1.0)], []], "cpu")
+    with bank.applied("unet", rows[SLOTS], rows[WEIGHTS]):
+        blended = drawn(plain)
+    assert torch.allclose(blended[0], wanted[0], atol=1e-4)
+    assert torch.allclose(blended[1], without[1], atol=1e-5)
+    assert not torch.allclose(wanted[0], without[0], atol=1e-2)
+    bank.detach()
+    assert torch.equal(drawn(plain), without)
+
+
+@pytest.mark.parametrize("kind", ["oft", "boft"])
+def test_a_rotations_rescale_comes_behind_it(kind: str, tmp_path: Path) -> None:
+    """LyCORIS with `rescaled`: a factor for each output of what was turned."""
+    draw = torch.Generator().manual_seed(3)
+    path = "down_blocks.0.resnets.0.conv1"
+    shape = (8, 4, 4) if kind == "oft" else (2, 8, 4, 4)
+    blocks, factor = 0.2 * torch.randn(shape, generator=draw), 1 + torch.rand(32, 1, 1, 1, generator=draw)
+    changed = {}
+    for name, rescale in (("plain", {}), ("rescaled", {"rescale": factor})):
+        model = models.create("tiny", seed=1)
+        parts = {"oft_blocks": blocks, **rescale}
+        stem = f"lora_unet_{path.replace('.', '_')}"
+        save_file({f"{stem}.{role}": t for role, t in parts.items()}, tmp_path / f"{name}.safetensors")
+        read = read_adapter(tmp_path / f"{name}.safetensors")
+        assert read.kind == kind
+        merge(model, read_adapter(write_adapter(read, tmp_path / "again.safetensors", kohya=True)))
+        changed[name] = adaptable(model)[f"unet.{path}"].weight
+    assert torch.allclose(changed["rescaled"], changed["plain"] * factor, atol=1e-6)
+    assert not torch.allclose(changed["rescaled"], changed["plain"], atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("stem", "parts"),
+    [
+        ("down_blocks_0_resnets_0_norm1", {"w_norm": (31,), "b_norm": (31,)}),
+        ("down_blocks_0_resnets_0_norm1", {"diff": (32, 32)}),
+        ("down_blocks_0_resnets_0_conv1", {"w_norm": (32,)}),
+        ("mid_block_attentions_0_transformer_blocks_0_attn1_to_q", {"diff": (64, 64), "diff_b": (64,)}),
+    ],
+)
+def test_what_changes_another_kind_of_layer_is_refused(
+    stem: str, parts: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    """The last: attention's queries have no bias that a difference could be added to."""
+    tensors = {f"lora_unet_{stem}.{role}": torch.ones(shape) for role, shape in parts.items()}
+    save_file(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(ModelError, match="have another shape than in"):
+        fit(read_adapter(tmp_path / "a.safetensors"), models.create("tiny", seed=1))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"diff": (32, 32), "diff_b": (31,)},
+        {"w_norm": (32,), "b_norm": (31,)},
+        {"w_norm": (32, 1)},
+        {"oft_blocks": (8, 4, 4), "rescale": (31, 1)},
+        {"oft_blocks": (8, 4, 4), "rescale": (1, 32)},
+        {"diff_b": (32,)},
+        {"rescale": (32,)},
+        {"diff": (32, 32), "rescale": (32, 1)},
+    ],
+)
+def test_parts_of_whole_differences_that_do_not_go_together(
+    parts: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    tensors = {f"lora_unet_conv_in.{role}": torch.ones(shape) for role, shape in parts.items()}
+    save_file(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(ModelError, match=r"do not go together|it has"):
+        read_adapter(tmp_path / "a.safetensors")
+
+
+def test_stabilitys_names_of_normalisations_are_read_and_written(tmp_path: Path) -> None:
+    names = {
+        "unet.conv_norm_out": "out_0",
+        "unet.down_blocks.1.resnets.0.norm1": "input_blocks_4_0_in_layers_0",
+        "unet.down_blocks.1.resnets.0.norm2": "input_blocks_4_0_out_layers_0",
+        "unet.down_blocks.1.attentions.0.norm": "input_blocks_4_1_norm",
+    }
+    save_file(
+        {f"lora_unet_{stem}.w_norm": torch.ones(64) for stem in names.values()}, tmp_path / "a.safetensors"
+    )
+    read = read_adapter(tmp_path / "a.safetensors")
+    assert sorted(read.layers) == sorted(names)
+    written = write_adapter(read, tmp_path / "b.safetensors", kohya=True, family="sdxl")
+    assert {key.split(".")[0] for key in load_file(written)} == {f"lora_unet_{s}" for s in names.values()}

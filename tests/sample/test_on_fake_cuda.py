@@ -164,7 +164,7 @@ def test_differences_as_large_as_layers_are_not_waited_for(model, unet):
     path = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
     try:
         bank.reserve([path])
-        bank._held[path].bank_deltas[1] = torch.zeros(16, 16, device=CUDA, dtype=torch.bfloat16)
+        bank._held[path].bank_deltas[1] = torch.zeros(16, 16, device=CUDA, dtype=torch.bfloat16), None
         bank._rows["unet"].dense.add(1)
         table = make_table("ddim", DDIM, STEPS)
         rows = rows_of([table, table], adapters=((1, 1.0),))

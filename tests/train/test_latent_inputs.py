@@ -163,6 +163,53 @@ def test_held_out_rows_of_prepared_buckets_are_of_one_size(sdxl: Path, store: Pa
     assert not any(note.startswith("held-out loss") for note in square.notes)
 
 
+@pytest.mark.parametrize("buckets", ["false", "true"])
+def test_class_pictures_have_their_own_sizes_and_corners(
+    sdxl: Path, store: Path, buckets: str, tmp_path: Path
+) -> None:
+    """Beside a subject's of other shapes: their size, their cut, and the target of the batch they are in."""
+    (tmp_path / "class").mkdir()
+    of_class = [(80, 44), (37, 90), (72, 72)]
+    for i, size in enumerate(of_class):
+        gradient(*size).save(tmp_path / "class" / f"{i}.png")
+    content = {
+        "task": "dreambooth-lora",
+        "model": {"base": str(sdxl)},
+        "data": {
+            "store": str(store),
+            "encode": "inline",
+            "resolution": 64,
+            "prompt": "picture 0",
+            "class_prompt": "picture 1",
+            "class_images": str(tmp_path / "class"),
+            "num_class_images": 3,
+            "crop": "centre" if buckets == "true" else "random",
+            "buckets": buckets == "true",
+            "flip": True,
+        },
+        "train": {"steps": 9, "global_batch": 1, "precision": "float32", "micro_batch": 1},
+    }
+    job = make_job(make_recipe(content), Pinned(tmp_path / "run"))
+    corners, targets = set(), set()
+    for columns, inputs in batches(job, count=9):
+        assert inputs["is_prior"].tolist() == [0, 1]
+        both = zip(columns["pixels"], inputs["time_ids"], columns["mirrored"], (False, True), strict=True)
+        for pixels, ids, turned, is_prior in both:
+            height, width, top, left, *target = ids.tolist()
+            assert ((width, height) in of_class) == is_prior
+            assert target == list(pixels.shape[1:])
+            scale = max(target[1] / width, target[0] / height)
+            red, green = (pixels[i].float().mean() / 255 for i in (0, 1))
+            middle = (1 - red if turned else red) * width * scale
+            assert middle - target[1] / 2 == pytest.approx(left, abs=1.5)
+            assert green * height * scale - target[0] / 2 == pytest.approx(top, abs=1.5)
+            if is_prior:
+                corners.add((top, left))
+            targets.add(tuple(target))
+    assert len(corners) > 4
+    assert (len(targets) > 1) == (buckets == "true")
+
+
 def test_a_corner_by_hand() -> None:
     columns = {
         "width": torch.tensor([100, 100, 30]),

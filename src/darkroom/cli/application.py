@@ -17,7 +17,7 @@ import typer
 import darkroom
 from darkroom import options
 from darkroom.errors import DarkroomError, RecipeError, is_out_of_memory, is_system_failure
-from darkroom.hardware.system import is_unicode, print_anything, reader_left
+from darkroom.hardware.system import is_unicode, leaving_at_once, print_anything, reader_left
 from darkroom.hush import hush, limit_spinning
 
 app = typer.Typer(
@@ -52,7 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
         print_anything(stream)
     arguments = list(_renamed(sys.argv[1:] if arguments is None else arguments))
     try:
-        code = app(args=arguments, prog_name="darkroom", standalone_mode=False)
+        with leaving_at_once(_at_once):
+            code = app(args=arguments, prog_name="darkroom", standalone_mode=False)
     except typer.Abort:
         _leave(_failed("stopped", 1))
     except typer.TyperException as error:
@@ -123,6 +124,19 @@ def _leave(code: int) -> NoReturn:
                 stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _at_once(kept: str) -> NoReturn:
+    """After a second Ctrl-C, in its handler: one line, and nothing is waited for. What was saved is whole,
+    because all files come to be by a rename.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, RuntimeError, ValueError):  # the handler may have come while one was written
+            stream.flush()
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):
+            os.write(2, f"darkroom: stopped at once{kept or '; what was saved before is whole'}\n".encode())
+    os._exit(1)
 
 
 def _misused(error: typer.TyperException) -> int:

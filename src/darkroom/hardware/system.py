@@ -325,19 +325,32 @@ else:
     STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+Handler = Callable[[int, FrameType | None], object]
+_leave: Callable[[str], object] | None = None  # of a process that may end at once, which a library's may not
+
+
+def _nothing_known() -> str:
+    return ""
+
+
 @contextmanager
-def on_stop_signal(call: Callable[[int, FrameType | None], object], *, once: bool = False) -> Iterator[None]:
+def on_stop_signal(
+    call: Handler, *, once: bool = False, kept: Callable[[], str] = _nothing_known
+) -> Iterator[None]:
     """Within, what asks a process to stop calls this instead; with `once`, a second one is as before.
 
-    Python takes signals in the main thread only: in another nothing is done.
+    In a `leaving_at_once` a second one leaves, and `kept` says what is on the disk by then. Python takes
+    signals in the main thread only: in another nothing is done.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
     def handler(number: int, frame: FrameType | None) -> None:
         if once:  # Ctrl-C and then SIGTERM are two: the other signal must not be noted in vain
+            if (leave := _leave) is not None:  # also later, while what was noted ends the process
+                before.update(dict.fromkeys(before, lambda *_: leave(kept())))
             for each, old in before.items():
                 signal.signal(each, old)
         call(number, frame)
@@ -347,8 +360,38 @@ def on_stop_signal(call: Callable[[int, FrameType | None], object], *, once: boo
     try:
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for each, old in before.items():
+            signal.signal(each, old)
+
+
+@contextmanager
+def leaving_at_once(leave: Callable[[str], object]) -> Iterator[None]:
+    """Within, the first Ctrl-C interrupts and a second request to stop calls `leave`, whatever is at work.
+
+    That stays after an interrupt: an exit waits for threads. Where Ctrl-C is ignored it stays ignored.
+    """
+    global _leave
+    interrupted = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        for each in STOP_SIGNALS:
+            signal.signal(each, lambda *_: leave(""))
+        raise KeyboardInterrupt
+
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _leave = leave
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        _leave = None
+        if signal.getsignal(signal.SIGINT) is interrupt and not interrupted:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def stop_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:

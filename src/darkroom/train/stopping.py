@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -13,10 +13,10 @@ STOP = threading.Event()  # asks for a stop where signals do not come: training 
 
 
 class StopRequest:
-    """Whether Ctrl-C or SIGTERM came. A second one ends the process at once."""
+    """Whether Ctrl-C or SIGTERM came. A second one ends the process; `kept` says what is left then."""
 
-    def __init__(self) -> None:
-        self._noted = False
+    def __init__(self, kept: Callable[[], str]) -> None:
+        self._noted, self._kept = False, kept
 
     @property
     def asked(self) -> bool:
@@ -26,10 +26,8 @@ class StopRequest:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Note the signals instead of dying of them; in another thread than the main one nothing is done."""
-        with on_stop_signal(self._note):
+        with on_stop_signal(self._note, once=True, kept=self._kept):
             yield
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted:
-            raise KeyboardInterrupt
         self._noted = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from darkroom.errors import CheckpointError, DarkroomError, Stopped, is_disk_ful
 from darkroom.run import BILL, ENDED, Run, write_whole
 from darkroom.train.checkpoint.format import Checkpoint
 from darkroom.train.checkpoint.saver import Saver
-from darkroom.train.checkpoint.storage import newest, place_of
+from darkroom.train.checkpoint.storage import LocalPlace, newest, place_of
 from darkroom.train.distributed.ranks import ALONE, Agreement, HangWatchdog, Ranks
 from darkroom.train.distributed.weights import held_rows
 from darkroom.train.evaluation import KIND as BEST
@@ -92,7 +93,7 @@ class Trainer:
         self._watch = HangWatchdog(ranks, job.recipe.parallel.timeout_s, print)
         self.last_row: dict[str, Any] = {}
         self._window = _Window()
-        self._stop = StopRequest()
+        self._stop = StopRequest(self._left_at_once)
         watch, meter, stop = self._watch, self.meter, self._stop
         self._evaluator = Evaluator(job, run, meter=meter, watch=watch, stop=stop, tracker=tracker, say=say)
         self._guard = NonfiniteGuard(run.path, job.rows_of, ranks)
@@ -173,7 +174,8 @@ class Trainer:
         finally:
             self.tracker.close()
             with suppress(CheckpointError, OSError):  # reported already, or irrelevant by now
-                self.saver.finish()
+                if not isinstance(sys.exception(), KeyboardInterrupt):  # a second request waits for nothing
+                    self.saver.finish()
                 self._save_bill()
 
     def _trained(self) -> bool:
@@ -355,6 +357,12 @@ class Trainer:
     def _kept(self) -> str:
         kept = self.saver.newest()
         return f"the checkpoint of step {kept.step} is kept" if kept else "no checkpoint was due yet"
+
+    def _left_at_once(self) -> str:
+        """What is said of a second request to stop; an address is not asked, which could take its time."""
+        local = isinstance(self.saver.place, LocalPlace)
+        kept = self._kept() if local else "the newest checkpoint that is there is whole"
+        return f" after step {self.k}; {kept}, and the same command goes on"
 
     def _write(self, *rows: dict[str, Any]) -> None:
         if self.ranks.first:

@@ -431,7 +431,8 @@ def _chunks(items: Iterator[Item]) -> Iterator[list[Item]]:
 def _stoppable() -> Iterator[Callable[[], bool]]:
     """Within, the first SIGINT or SIGTERM is only noted, so that nothing is left half-done; a second ends."""
     noted = threading.Event()
-    with on_stop_signal(lambda *_: noted.set(), once=True):
+    committed = "; what was committed is whole, and the same command goes on"
+    with on_stop_signal(lambda *_: noted.set(), once=True, kept=lambda: committed):
         yield noted.is_set
 
 

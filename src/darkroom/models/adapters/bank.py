@@ -32,7 +32,7 @@ from darkroom.hardware import accelerator
 from darkroom.models.adapters.adapter import Adapter
 from darkroom.models.adapters.blocks import Blocks, by_layer
 from darkroom.models.adapters.layers import Factors, Layer, magnitude_side
-from darkroom.models.adapters.read import adaptable, check_untouched, fit
+from darkroom.models.adapters.read import changeable, check_untouched, fit
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -233,8 +233,8 @@ class Banked:
     """[N, r, O], each adapter's scale within"""
     bank_gain: torch.Tensor | None
     """[N, O], how much is added of the layer's own output without its bias"""
-    bank_deltas: dict[int, torch.Tensor]
-    """By slot, what is added to the weight"""
+    bank_deltas: dict[int, tuple[torch.Tensor, torch.Tensor | None]]
+    """By slot, what is added to the weight and to the bias"""
 
     def forward(self, x: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         """The layer's own output, and what the row's adapters add to it."""
@@ -253,7 +253,7 @@ class Banked:
             out = self._low_rank(x, out, slots_BK)
         for dense in call.dense:
             if (delta := self.bank_deltas.get(dense.slot)) is not None:
-                out = _add_dense(self, x, out, delta, dense)
+                out = _add_dense(self, x, out, *delta, dense)
         return out
 
     def _low_rank(self, x: torch.Tensor, out: torch.Tensor, slots_BK: torch.Tensor) -> torch.Tensor:
@@ -279,13 +279,22 @@ def _gained(layer: Any, out: torch.Tensor, gain_BO: torch.Tensor) -> torch.Tenso
 
 
 def _add_dense(
-    layer: Any, x: torch.Tensor, out: torch.Tensor, delta: torch.Tensor, dense: _Dense
+    layer: Any,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    delta: torch.Tensor,
+    bias: torch.Tensor | None,
+    dense: _Dense,
 ) -> torch.Tensor:
     mine = x if dense.places is None else x[dense.places]
     if isinstance(layer, nn.Conv2d):
-        added = nn.functional.conv2d(mine, delta, None, layer.stride, layer.padding, layer.dilation)
+        added = nn.functional.conv2d(mine, delta, bias, layer.stride, layer.padding, layer.dilation)
+    elif isinstance(layer, nn.GroupNorm):
+        added = nn.functional.group_norm(mine, layer.num_groups, delta, bias, layer.eps)
+    elif isinstance(layer, nn.LayerNorm):
+        added = nn.functional.layer_norm(mine, layer.normalized_shape, delta, bias, layer.eps)
     else:
-        added = nn.functional.linear(mine, delta)
+        added = nn.functional.linear(mine, delta, bias)
     weighted = added * dense.weights.to(added.dtype).reshape(-1, *[1] * (added.ndim - 1))
     return out + weighted if dense.places is None else out.index_add(0, dense.places, weighted)
 
@@ -337,6 +346,8 @@ class Change:
     """[O], of the layer's own output without its bias"""
     delta: torch.Tensor | None = None
     """Added to the weight, in its shape"""
+    bias: torch.Tensor | None = None
+    """Added to the bias [O], where there is a delta"""
 
     @classmethod
     def of(cls, layer: Layer | Factors, weight: torch.Tensor, factor: float) -> Change:
@@ -351,7 +362,8 @@ class Change:
                 return cls((down_rI, factor * up_rO.to(weight.device) * ratio), factor * (ratio - 1))
         elif (gain := layer.gain) is not None:
             return cls(gain=factor * gain)
-        return cls(delta=factor * layer.to(weight.device).change(weight.float()))
+        delta = factor * layer.to(weight.device).change(weight.float())
+        return cls(delta=delta, bias=None if layer.bias is None else factor * layer.bias.float())
 
     def cast(self, like: torch.Tensor) -> Change:
         """In a weight's type, where it lies."""
@@ -363,12 +375,13 @@ class Change:
             None if self.low_rank is None else (moved(self.low_rank[0]), moved(self.low_rank[1])),
             None if self.gain is None else moved(self.gain),
             None if self.delta is None else moved(self.delta),
+            None if self.bias is None else moved(self.bias),
         )
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All there are."""
-        return [one for one in (*(self.low_rank or ()), self.gain, self.delta) if one is not None]
+        return [one for one in (*(self.low_rank or ()), self.gain, self.delta, self.bias) if one is not None]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -404,7 +417,7 @@ class Bank:
             )
         self.model, self.slots, self.max_rank, self.most_a_row = model, slots, max_rank, most_a_row
         self.sealed = False
-        self._known = adaptable(model)
+        self._known = changeable(model)
         self._held: dict[str, nn.Module] = {}
         self._names: dict[int, str] = {}
         self._rows = {part: RowAdapters(max_rank, threads=threads) for part in ("unet", "text")}
@@ -430,8 +443,8 @@ class Bank:
         """Memory of differences as large as layers, of one slot or of all."""
         held: Any = self._held.values()
         found = [one for layer in held for one in tuple(layer.bank_deltas.items())]
-        deltas: list[tuple[int, torch.Tensor]] = found
-        return sum(delta.nbytes for at, delta in deltas if slot is None or at == slot)
+        deltas: list[tuple[int, tuple[torch.Tensor, torch.Tensor | None]]] = found
+        return sum(delta.nbytes for at, (delta, _) in deltas if slot is None or at == slot)
 
     def take_whole_calls(self) -> None:
         """From now on calls have the same shapes whatever rows use."""
@@ -511,7 +524,7 @@ class Bank:
                 layer.bank_rows.changed()
             layer.bank_gain[slot].copy_(change.gain, non_blocking=True)
         if change.delta is not None:
-            layer.bank_deltas[slot] = change.delta
+            layer.bank_deltas[slot] = change.delta, change.bias
 
     def clear(self, slot: int) -> None:
         """Empty a slot."""
@@ -592,7 +605,7 @@ class Bank:
 
     def verify(self) -> None:
         """ModelError where something that changed the model since then would pass the bank's layers by."""
-        known = adaptable(self.model)
+        known = changeable(self.model)
         for path, layer in self._held.items():
             if known.get(path) is not layer or not isinstance(layer, Banked):
                 raise ModelError(

@@ -7,7 +7,7 @@ A name out of a file is only ever looked up in a table: it is never walked, impo
 | --- | --- |
 | diffusers, PEFT | `unet.down_blocks.0.attentions.0.proj_in.lora_A.weight`, `base_model.model.` before it |
 | diffusers, older | `unet.<attn1>.processor.to_q_lora.down.weight`, `<path>.lora_linear_layer.up.weight` |
-| kohya, LyCORIS | `lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight`, `lora_te_..` |
+| kohya, LyCORIS | `lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight`, `lora_te_`, `lycoris_` |
 | numbered | `unet:12:down`: cloneofsimo's, the oldest; the layer is the twelfth that was trained |
 """
 
@@ -36,7 +36,7 @@ ROLES: tuple[tuple[str, str], ...] = (
     (r"\.dora_scale", "magnitude"),
     (r"\.(hada_(?:w[12]_[ab]|t[12]))", ""),
     (r"\.(lokr_(?:w[12](?:_[ab])?|t2))", ""),
-    (r"\.(diff|oft_blocks)", ""),
+    (r"\.(diff|diff_b|w_norm|b_norm|oft_blocks|rescale)", ""),
     (r"\.(ia3_l)", ""),
 )
 """How a tensor's name ends, and what the tensor is; where the role is empty the ending itself says it."""
@@ -56,9 +56,13 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("lora_te_", "text_encoder"),
     ("lora_te1_", "text_encoder"),
     ("lora_te2_", "text_encoder_2"),
+    ("lycoris_", ""),
 )
 KOHYA_PREFIXES = {"unet": "lora_unet", "text_encoder": "lora_te", "text_encoder_2": "lora_te2"}
-UNET_STARTS = ("down_blocks", "mid_block", "up_blocks", "conv_in", "conv_out", "time_emb", "add_emb")
+UNET_STARTS = (
+    *("down_blocks", "mid_block", "up_blocks", "conv_in", "conv_out", "conv_norm_out"),
+    *("time_emb", "add_emb"),
+)
 TEXT_STARTS = ("text_model", "encoder.layers", "text_projection")
 
 WORDS = frozenset(
@@ -67,7 +71,8 @@ WORDS = frozenset(
         "down_blocks mid_block up_blocks transformer_blocks proj_in proj_out to_q to_k to_v to_out "
         "time_emb_proj conv_shortcut conv_in conv_out time_embedding add_embedding linear_1 linear_2 "
         "cond_proj text_model text_projection self_attn q_proj k_proj v_proj out_proj input_blocks "
-        "middle_block output_blocks in_layers out_layers emb_layers skip_connection time_embed label_emb",
+        "middle_block output_blocks in_layers out_layers emb_layers skip_connection time_embed label_emb "
+        "conv_norm_out layer_norm1 layer_norm2 final_layer_norm",
     )
 )
 """The names of modules that hold an underscore themselves: kohya's keys join names by underscores."""
@@ -76,6 +81,7 @@ ORIGINAL_BLOCKS = 3
 """Steps of a level as Stability numbers them, in SD 1, 2 and XL: two residual blocks, then the size."""
 ORIGINAL_OUTSIDE = {
     "input_blocks.0.0": "conv_in",
+    "out.0": "conv_norm_out",
     "out.2": "conv_out",
     "time_embed.0": "time_embedding.linear_1",
     "time_embed.2": "time_embedding.linear_2",
@@ -83,7 +89,9 @@ ORIGINAL_OUTSIDE = {
     "label_emb.0.2": "add_embedding.linear_2",
 }
 ORIGINAL_RESNET = {
+    "in_layers.0": "norm1",
     "in_layers.2": "conv1",
+    "out_layers.0": "norm2",
     "out_layers.3": "conv2",
     "emb_layers.1": "time_emb_proj",
     "skip_connection": "conv_shortcut",
@@ -118,7 +126,7 @@ def layout_of(keys: Iterable[str]) -> str:
     for key in keys:
         if NUMBERED.fullmatch(key):
             return "numbered"
-        if key.startswith(("lora_unet_", "lora_te")):
+        if key.startswith(("lora_unet_", "lora_te", "lycoris_")):
             return "kohya"
         if key.startswith("base_model.model.") or ".base_model.model." in key:
             return "peft"
@@ -135,8 +143,8 @@ def layer_name(stem: str) -> str | None:
         if not stem.startswith(prefix):
             continue
         rest = stem.removeprefix(prefix)
-        if not part:
-            return layer_name(rest)
+        if not part:  # LyCORIS' own wrapper says the path alone, flattened
+            return layer_name(_split_words(rest) if prefix == "lycoris_" else rest)
         path = _split_words(rest) if prefix.startswith("lora_") else rest
         return f"{part}.{_unet_path(path) if part == 'unet' else _text_path(path)}"
     if stem.startswith(UNET_STARTS):

@@ -24,6 +24,8 @@ class Layer:
     up: torch.Tensor
     scale: float = 1.0
     magnitude: torch.Tensor | None = None
+    bias = None
+    """LoRA leaves a layer's bias as it is."""
 
     @property
     def rank(self) -> int:
@@ -86,9 +88,10 @@ def _decomposed(weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Tens
 class Factors:
     """What is no plain low rank, in LyCORIS' names.
 
-    LoHa (a Hadamard product of two low ranks), LoKr (a Kronecker product), full (the whole difference), oft
-    (a rotation of the outputs in blocks), boft (several such, of outputs in other orders) or ia3 (a factor
-    for each output, or with `on_input` for each input).
+    LoHa (a Hadamard product of two low ranks), LoKr (a Kronecker product), full (the whole difference, with
+    the bias's), norm (a normalisation's, with its bias's), oft (a rotation of the outputs in blocks), boft
+    (several such, of outputs in other orders), both perhaps with a factor for each output behind it, or ia3
+    (a factor for each output, or with `on_input` for each input).
     """
 
     kind: str
@@ -121,16 +124,13 @@ class Factors:
         if self.kind == "ia3":
             count = self.parts["ia3"].numel()
             return (0, count) if self.on_input else (count,)
-        if self.kind == "boft":
-            blocks = self.parts["oft_blocks"].shape
-            halves = blocks[2] % 2 == 0 and blocks[1] % 2 ** (blocks[0] - 1) == 0
-            return (blocks[1] * blocks[2],) if blocks[2] == blocks[3] and halves else None
-        if self.kind == "full":
-            shape = tuple(self.parts["diff"].shape)
-            return shape if len(shape) in (2, 4) else None
-        if self.kind == "oft":
-            blocks = self.parts["oft_blocks"].shape
-            return (blocks[0] * blocks[1],) if len(blocks) == 3 and blocks[1] == blocks[2] else None
+        if self.kind in ("oft", "boft"):
+            return self._turned()
+        if self.kind in ("full", "norm"):
+            shape = tuple(self.parts["diff" if self.kind == "full" else "w_norm"].shape)
+            known = (2, 4) if self.kind == "full" else (1,)
+            whole = self.bias is None or tuple(self.bias.shape) == shape[:1]
+            return shape if len(shape) in known and whole else None
         parts = {role.split("_", 1)[1]: tuple(tensor.shape) for role, tensor in self.parts.items()}
         one, two = (_low_rank_shape(parts, name) for name in ("w1", "w2"))
         if one is None or two is None or not math.prod(one) * math.prod(two):
@@ -139,10 +139,26 @@ class Factors:
             return one if one == two else None
         return None if len(one) != 2 else (one[0] * two[0], one[1] * two[1], *two[2:])
 
+    def _turned(self) -> tuple[int, ...] | None:
+        """How many outputs a rotation is of."""
+        blocks, rescale = self.parts["oft_blocks"].shape, self.parts.get("rescale")
+        if self.kind == "oft":
+            fits, outputs = len(blocks) == 3 and blocks[1] == blocks[2], blocks[0] * blocks[1]
+        else:
+            halves = blocks[2] % 2 == 0 and blocks[1] % 2 ** (blocks[0] - 1) == 0
+            fits, outputs = blocks[2] == blocks[3] and halves, blocks[1] * blocks[2]
+        whole = rescale is None or rescale.shape[:1].numel() == rescale.numel() == outputs
+        return (outputs,) if fits and whole else None
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """What is added to the layer's bias [O]."""
+        return self.parts.get("diff_b", self.parts.get("b_norm"))
+
     def delta(self) -> torch.Tensor:
         """What is added to the weight, in float32; a rotation adds nothing that is the same for all."""
-        if self.kind == "full":
-            return self.parts["diff"].float()
+        if self.kind in ("full", "norm"):
+            return self.parts["diff" if self.kind == "full" else "w_norm"].float()
         parts = {role.split("_", 1)[1]: tensor.float() for role, tensor in self.parts.items()}
         if self.kind == "loha":
             one = _low_rank(parts["w1_a"], parts["w1_b"], parts.get("t1"))
@@ -170,8 +186,10 @@ class Factors:
     def change(self, weight: torch.Tensor) -> torch.Tensor:
         """The difference that the layer makes to a float32 weight."""
         if self.kind in ("oft", "boft"):
-            turned = rotated if self.kind == "oft" else _butterfly
-            return turned(self.parts["oft_blocks"], weight) - weight
+            turned = (rotated if self.kind == "oft" else _butterfly)(self.parts["oft_blocks"], weight)
+            if "rescale" in self.parts:
+                turned = turned * self.parts["rescale"].float().reshape(-1, *[1] * (weight.ndim - 1))
+            return turned - weight
         if self.kind == "ia3":
             across = (1, -1, *[1] * (weight.ndim - 2)) if self.on_input else (-1, *[1] * (weight.ndim - 1))
             return weight * self.parts["ia3"].float().reshape(across)

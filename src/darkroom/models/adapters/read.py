@@ -49,6 +49,7 @@ __all__ = ["Adapter", "Factors", "Layer", "fit", "merge", "merge_all", "read_ada
 LOG = logging.getLogger("darkroom.models")
 MAX_RANK = 8192
 KINDS = {"hada": "loha", "lokr": "lokr"}
+WHOLE = ({"diff", "diff_b"}, {"w_norm", "b_norm"}, {"oft_blocks", "rescale"})
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -179,7 +180,7 @@ def _factors(
         kind = "loha"
     elif _is_lokr(roles):
         kind = "lokr"
-    elif roles in ({"diff"}, {"oft_blocks"}):
+    elif {"diff", "w_norm", "oft_blocks"} & roles and any(roles <= whole for whole in WHOLE):
         return _whole(where, parts, alpha, magnitude)
     elif roles in ({"ia3", "on_input"}, {"ia3_l"}):
         return _ia3(where, parts, magnitude)
@@ -202,11 +203,11 @@ def _whole(
 ) -> Factors:
     """A whole difference, or a rotation, whose alpha is a bound that trainers read in two ways."""
     rotation = "boft" if "oft_blocks" in parts and parts["oft_blocks"].ndim == 4 else "oft"
-    kind = "full" if "diff" in parts else rotation
+    kind = "full" if "diff" in parts else "norm" if "w_norm" in parts else rotation
     layer = Factors(kind, parts, 1.0)
     if magnitude is not None:
         raise ModelError(f"{where}: magnitudes with a layer of kind {kind}")
-    if kind != "full" and alpha:
+    if kind == rotation and alpha:
         raise ModelError(f"{where}: a rotation with a constraint ({alpha:g})", allowed="none: alpha 0")
     if layer.shape is None:
         raise ModelError(f"{where}: {_shape_told(layer)} do not go together")
@@ -248,7 +249,7 @@ def fit(adapter: Adapter, model: Model) -> Adapter:
     ModelError where a layer is not found (the first few and how many) or has another shape; it says which
     base the adapter looks made for.
     """
-    known = adaptable(model)
+    known = changeable(model)
     found = {name: _find(known, name) for name in _resolved(adapter, model)}
     missing = [name for name, path in found.items() if path is None]
     if missing:
@@ -261,7 +262,7 @@ def fit(adapter: Adapter, model: Model) -> Adapter:
     for (name, path), layer in zip(found.items(), adapter.layers.values(), strict=True):
         assert path is not None
         shape = tuple(known[path].weight.shape)
-        fitted = shaped(layer, shape)
+        fitted = shaped(layer, shape) if _is_for(layer, known[path]) else None
         if path in layers:
             raise ModelError(f"adapter '{adapter.name}': layer '{path}' is there twice, by two names")
         if fitted is None:
@@ -313,6 +314,23 @@ def adaptable(model: Model) -> dict[str, nn.Linear | nn.Conv2d]:
             if isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1):
                 found[f"{part}.{path}"] = layer
     return found
+
+
+def changeable(model: Model) -> dict[str, nn.Linear | nn.Conv2d | nn.GroupNorm | nn.LayerNorm]:
+    """Every layer that an adapter's file may change: those, and normalisations with weights."""
+    found: dict[str, nn.Linear | nn.Conv2d | nn.GroupNorm | nn.LayerNorm] = dict(adaptable(model))
+    for part, module in model.modules.items():
+        for path, layer in module.named_modules() if part != "vae" else ():
+            if isinstance(layer, (nn.GroupNorm, nn.LayerNorm)) and isinstance(layer.weight, nn.Parameter):
+                found[f"{part}.{path}"] = layer
+    return found
+
+
+def _is_for(layer: Layer | Factors, module: nn.Module) -> bool:
+    """Whether a layer changes modules of this kind, and no bias that the module lacks."""
+    of_norm = isinstance(layer, Factors) and layer.kind == "norm"
+    has_bias = layer.bias is None or module.bias is not None
+    return of_norm == isinstance(module, (nn.GroupNorm, nn.LayerNorm)) and has_bias
 
 
 def _is_fused(module: nn.Module) -> bool:
@@ -383,20 +401,27 @@ def merge_all(model: Model, adapters: Sequence[tuple[Adapter, float]]) -> None:
     for adapter, weight in adapters:
         if not (weight == weight and abs(weight) <= 100):
             raise ModelError(f"adapter '{adapter.name}' with weight {weight}", allowed="-100 to 100")
-    known = adaptable(model)
+    known = changeable(model)
     fitted = [(adapter.name, fit(adapter, model).layers, weight) for adapter, weight in adapters]
     for path in dict.fromkeys(path for _, layers, _ in fitted for path in layers):
-        stored = known[path].weight
+        stored, bias = known[path].weight, known[path].bias
         before = stored.float()
         whole = before.clone()
+        shift = None if bias is None else bias.float().clone()
         for _, layers, weight in fitted:
             if path in layers:
-                whole.add_(layers[path].to(stored.device).change(before), alpha=weight)
-        changed = whole.to(stored.dtype)
-        if not bool(torch.isfinite(changed).all()):
-            names = ", ".join(f"'{name}'" for name, layers, _ in fitted if path in layers)
-            raise ModelError(f"adapter {names}, layer '{path}': too large for {stored.dtype}")
-        stored.copy_(changed)
+                layer = layers[path].to(stored.device)
+                whole.add_(layer.change(before), alpha=weight)
+                if shift is not None and layer.bias is not None:
+                    shift.add_(layer.bias.float(), alpha=weight)
+        for parameter, value in ((stored, whole), (bias, shift)):
+            if parameter is None or value is None:
+                continue
+            changed = value.to(parameter.dtype)
+            if not bool(torch.isfinite(changed).all()):
+                names = ", ".join(f"'{name}'" for name, layers, _ in fitted if path in layers)
+                raise ModelError(f"adapter {names}, layer '{path}': too large for {parameter.dtype}")
+            parameter.copy_(changed)
 
 
 def check_untouched(path: str, layer: nn.Module) -> None:
@@ -513,7 +538,7 @@ def _kohya_tensors(adapter: Adapter, sdxl: bool) -> Iterator[tuple[str, torch.Te
                 f"{stem}.{roles.get(role, role)}",
                 _kohya_magnitude(layer) if role == "magnitude" else tensor,
             )
-        if not (isinstance(layer, Factors) and layer.kind in ("full", "ia3")):
+        if not (isinstance(layer, Factors) and layer.kind in ("full", "norm", "ia3")):
             rotation = isinstance(layer, Factors) and layer.kind in ("oft", "boft")
             yield f"{stem}.alpha", _exact(0.0 if rotation else layer.alpha)
 

@@ -71,13 +71,14 @@ def lcm(applied: Applied, argument: str) -> None:
 
 def _merge(applied: Applied, file: str) -> None:
     """Add an adapter to copies of the weights that it changes."""
-    from darkroom.models.adapters.read import adaptable, fit, merge, read_adapter
+    from darkroom.models.adapters.read import changeable, fit, merge, read_adapter
 
     adapter = read_adapter(file)
     applied.own_all()
-    layers = adaptable(applied.model)
+    layers = changeable(applied.model)
     for path in fit(adapter, applied.model).layers:
-        layers[path].weight.data = layers[path].weight.data.clone()
+        for parameter in layers[path].parameters(recurse=False):
+            parameter.data = parameter.data.clone()
     merge(applied.model, adapter)
 
 

@@ -63,7 +63,7 @@ class Saver:
             self._settle()
             return
         self._thread = threading.Thread(
-            target=self._write, args=(step, copied, scalars, parts), name="save", daemon=False
+            target=self._write, args=(step, copied, scalars, parts), name="save", daemon=True
         )
         self._thread.start()
 
