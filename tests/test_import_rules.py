@@ -535,3 +535,32 @@ def test_no_function_is_longer_than_a_screen_or_two(tmp_path):
     for lines, expected in ((LONGEST - 1, []), (LONGEST, ["f"])):
         (tmp_path / f"{lines}.py").write_text("def f():\n" + "    pass\n" * lines)
         assert long_functions(tmp_path / f"{lines}.py") == expected
+
+
+def first_imports(path: Path) -> set[str]:
+    """What a file imports whenever it is imported itself."""
+    found: set[str] = set()
+    for node in tree(path).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+    return found
+
+
+def test_importing_models_and_data_waits_for_diffusers():
+    """Two seconds of what imports, prepares and reads stores, and opens neither a U-Net nor a VAE."""
+    waiting, seen = ["darkroom.models", "darkroom.data", "darkroom.prepare"], set[str]()
+    while waiting:
+        name = waiting.pop()
+        place = SOURCE.joinpath(*name.split(".")[1:])
+        file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        if name in seen or not file.is_file():
+            continue
+        seen.add(name)
+        imported = first_imports(file)
+        heavy = imported & {"diffusers", "transformers", "darkroom.models.parts"}
+        assert not heavy, (name, heavy)
+        waiting += [one for one in imported if one.startswith("darkroom.")]
+    assert {"darkroom.models.image_prompt", "darkroom.data.loader", "darkroom.prepare.job"} <= seen
+    assert "darkroom.models.parts" in first_imports(SOURCE / "models" / "image_attention.py")

@@ -8,7 +8,6 @@ Shapes: B rows, N tokens, D text width, L places of a level, H heads.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from PIL import Image
 
 from darkroom.errors import InputError, ModelError, is_system_failure
 from darkroom.models.folder import read_part
-from darkroom.models.parts import AttnProcessor2_0
 from darkroom.models.quiet import quiet
 
 if TYPE_CHECKING:
@@ -229,62 +226,6 @@ def _check_encoder(found: ImagePrompt) -> None:
         )
 
 
-class ImageAttention(AttnProcessor2_0):  # type: ignore[misc]
-    """Cross-attention to text, and to each installed adapter's tokens with the rows' strengths."""
-
-    def __init__(self, index: int, adapters: Mapping[int, ImagePrompt]) -> None:
-        super().__init__()
-        self.index, self.adapters = index, adapters
-
-    def __deepcopy__(self, memo: object) -> ImageAttention:
-        return self  # the weights are read only, and shared by look-alikes of the U-Net
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        temb: torch.Tensor | None = None,
-        ip_hidden_states: Mapping[int, torch.Tensor] | None = None,
-        ip_adapter_masks: Mapping[int, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """[B, L, D] to [B, L, D]; tokens and strengths by the adapter's place."""
-        if not ip_hidden_states or not ip_adapter_masks:
-            out: torch.Tensor = super().__call__(
-                attn, hidden_states, encoder_hidden_states, attention_mask, temb
-            )
-            return out
-
-        def by_heads(x_BLD: torch.Tensor) -> torch.Tensor:
-            rows, places, width = x_BLD.shape
-            return x_BLD.view(rows, places, attn.heads, width // attn.heads).transpose(1, 2)
-
-        q = by_heads(attn.to_q(hidden_states))
-        text = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        mixed = F.scaled_dot_product_attention(q, by_heads(attn.to_k(text)), by_heads(attn.to_v(text)))
-        for place, tokens in ip_hidden_states.items():
-            strength = ip_adapter_masks[place]
-            keys, values = self.adapters[place].layers[self.index]
-            seen = F.scaled_dot_product_attention(
-                q, by_heads(F.linear(tokens, keys)), by_heads(F.linear(tokens, values))
-            )
-            mixed = mixed + seen * at_level(strength, q.shape[2])[:, None, :, None].to(seen.dtype)
-        made: torch.Tensor = attn.to_out[0](mixed.transpose(1, 2).flatten(2))
-        return made
-
-
-def at_level(strength_Bhw: torch.Tensor, places: int) -> torch.Tensor:
-    """Strengths for the places of a U-Net level [B, L], as diffusers resizes IP-Adapter masks."""
-    height, width = strength_Bhw.shape[1:]
-    if height == width == 1:
-        return strength_Bhw[:, 0]
-    rows = int(math.sqrt(places / (width / height)))
-    rows += int(places % rows != 0)
-    small = F.interpolate(strength_Bhw[None].float(), size=(rows, places // rows), mode="bicubic")[0]
-    return small.flatten(1)
-
-
 @contextmanager
 def installed(model: Model, adapters: Sequence[ImagePrompt]) -> Iterator[None]:
     """The U-Net's cross-attentions read the adapters' tokens meanwhile; afterwards it is as it was."""
@@ -306,6 +247,8 @@ def installed(model: Model, adapters: Sequence[ImagePrompt]) -> Iterator[None]:
 def install(model: Model, adapters: Mapping[int, ImagePrompt]) -> None:
     """The U-Net's cross-attentions read the tokens of adapters by their place from now on; those may change
     between calls. A call without tokens is as before."""
+    from darkroom.models.image_attention import ImageAttention
+
     attentions = [attention for _, attention in cross_attentions(model.unet)]
     if any(getattr(attention, "fused_projections", False) for attention in attentions):
         raise InputError("IP-Adapters with fused_qkv", mend="leave fused_qkv out")

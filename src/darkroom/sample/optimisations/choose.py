@@ -11,7 +11,7 @@ import torch
 from darkroom.errors import InputError
 from darkroom.hardware.accelerator import kind_of
 from darkroom.models.adapters.bank import ROWS
-from darkroom.models.image_prompt import ImageAttention
+from darkroom.models.image_attention import ImageAttention
 from darkroom.sample.optimisations.applied import Applied, Choice
 from darkroom.sample.optimisations.optimisation import ComputeTarget
 from darkroom.sample.optimisations.table import OPTIMISATIONS

@@ -103,6 +103,17 @@ def open_model(
     `free` is the memory that rows, nets and adapters may share, once the model is there.
     """
     device = models.device(settings.device)
+    with accelerator.alone(device):  # while another model takes no step
+        return _opened(settings, device, metrics, hooks, free)
+
+
+def _opened(
+    settings: ServeSettings,
+    device: torch.device,
+    metrics: Metrics,
+    hooks: EngineCallbacks,
+    free: FreeBytes,
+) -> LoadedModel:
     precision, why = models.choose_precision(settings.precision, device)
     options.check_pair(settings.backend, precision, device.type)
     model = models.load(

@@ -121,7 +121,7 @@ class Engine:
         self._admitted: set[Ticket] = set()  # all that take capacity
         self._forecast: tuple[float, list[Admission]] = (0.0, [])
         self._prune, self._stopping, self._called = False, False, False
-        self._alone = accelerator.alone(self.studio.backend.device)
+        self._alone = accelerator.alone(backend.device)
         self._thread = threading.Thread(target=self._run, name="darkroom-engine", daemon=True)
 
     # ---- from other threads

@@ -400,7 +400,7 @@ class ModelPool:
         settings = self._settings.model_copy(update={"model": served.ref})
         arguments: tuple[Any, ...] = (settings, self._metrics, self._hooks)
         free = [self._free] if self.several else []
-        opened: LoadedModel = await self._beside("loading", served, _open, *arguments, *free)
+        opened: LoadedModel = await self._beside("loading", served, loader.open_model, *arguments, *free)
         served.name = served.name or opened.model.name
         served.largest_load = opened.engine.largest_load
         served.embeddings = opened.embeddings
@@ -464,12 +464,6 @@ def _close_shelves(opened: LoadedModel) -> None:
     for shelf in (opened.library, opened.nets):
         if shelf is not None:
             shelf.close()
-
-
-def _open(settings: ServeSettings, *given: Any) -> LoadedModel:
-    """Load a model while no other takes a step, on a device that bears but one thread."""
-    with accelerator.alone(models.device(settings.device)):
-        return loader.open_model(settings, *given)
 
 
 def _collect(device: torch.device) -> None:
