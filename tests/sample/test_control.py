@@ -396,33 +396,6 @@ def test_an_inpainting_controlnet_reads_what_diffusers_gives_it(tiny: Model, tmp
     assert apart(drawn(tiny, controls=[Control(folder, picture(), map="inpaint", mask=inverse)]), lone) >= 4
 
 
-def test_it_inpaints_as_diffusers_pipeline_does(tiny: Model, tmp_path: Path) -> None:
-    net = net_of(tiny, 5)
-    folder = saved(net, tmp_path / "inpaint")
-    plain = pipeline_of(copy.deepcopy(tiny), "euler")
-    pipe = diffusers.StableDiffusionControlNetInpaintPipeline(
-        **{**plain.components, "controlnet": net}, requires_safety_checker=False
-    )
-    pipe.set_progress_bar_config(disable=True)
-    made = pipe(
-        PROMPT,
-        image=picture(1),
-        mask_image=hole(),
-        control_image=with_hole(picture(1)),
-        strength=0.8,
-        num_inference_steps=5,
-        guidance_scale=4.0,
-        height=SIZE[1],
-        width=SIZE[0],
-        generator=torch.Generator().manual_seed(3),
-    ).images[0]
-    lone = np.asarray(made).astype(np.int64)[None]
-    asked = {"image": picture(1), "mask": hole(), "strength": 0.8, "paste": False}
-    control = Control(folder, picture(1), map="inpaint", mask=hole())
-    assert apart(drawn(tiny, controls=[control], **asked), lone) <= 2
-    assert apart(drawn(tiny, **asked), lone) >= 4
-
-
 def test_a_net_of_kohyas_small_kind_is_called_by_its_name(tiny: Model, tmp_path: Path) -> None:
     file = tmp_path / "lllite.safetensors"
     save_file({"lllite_unet_input_blocks_4_1_attn1_to_q.up.0.weight": torch.zeros(4, 4)}, str(file))

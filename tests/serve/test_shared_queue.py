@@ -138,7 +138,7 @@ def test_a_job_waits_longer_for_the_server_that_has_its_model(two_stores):
     def asked(number: int, model: str, adapters: tuple[str, ...] = ()) -> str:
         made = record(server, number, adapters)
         request = PictureRequest.model_validate_json(made.request).model_copy(update={"model": model})
-        return one.accept(replace(made, request=request.model_dump_json()), take=False).result().uid
+        return two_stores[0].accept(replace(made, request=request.model_dump_json())).result().uid
 
     theirs = asked(-2000, "second", ("style0",))
     assert one.claim({"model/first"}, 5, 1.0).result() == []

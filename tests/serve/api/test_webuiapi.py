@@ -74,7 +74,7 @@ def test_img2img_and_inpainting_with_every_default(api, small):
 def test_controlnet_units(api, nets, small):
     import webuiapi
 
-    unit = webuiapi.ControlNetUnit(input_image=steering(9), model="edges", resize_mode="Just Resize")
+    unit = webuiapi.ControlNetUnit(image=steering(9), model="edges", resize_mode="Just Resize")
     made = api.txt2img(prompt="a horse", seed=5, controlnet_units=[unit], **SIDES)
     told = {"steps": 4, "seed": 5, "guidance": 7.0, "solver": "euler_a"}
     steered = [sample.Control(nets / "edges", steering(9))]
@@ -85,8 +85,6 @@ def test_controlnet_units(api, nets, small):
     assert "edges" in api.controlnet_model_list()
     assert "canny" in api.controlnet_module_list()
     assert api.controlnet_version() >= 2
-    map_of = api.controlnet_detect(images=[steering(9)], module="canny")
-    assert map_of.images[0].size == (32, 32)
 
 
 def test_lists_options_and_work_on_pictures(api):

@@ -280,7 +280,7 @@ function showSheet() {
   const numbers = new Map(pictures.map((picture, i) => [picture.id, pictures.length - i]));
   $("sheet").replaceChildren(...found.map((picture) => {
     const item = there.get(picture.id) ?? frameOf(picture);
-    item.querySelector(".number").textContent = String(numbers.get(picture.id));
+    item.querySelector(".number").dataset.number = String(numbers.get(picture.id));
     return item;
   }));
   const all = pictures.length ? `${pictures.length} kept in this browser` : "";
