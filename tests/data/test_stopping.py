@@ -119,9 +119,9 @@ def test_asked_to_stop_it_commits_what_it_has(tars, tmp_path, number):
 STUCK = """
 import sys, time
 from darkroom.cli import main
-from darkroom.data.importers import job, writing
+from darkroom.data.importers import job
 from darkroom.data.store import Store
-job.TABLE_ROWS, writing.COMMIT_EVERY_S = 64, 0
+job.TABLE_ROWS, job.COMMIT_EVERY_S = 64, 0
 append = Store.append
 def append_once(self, rows):
     if self.num_rows:

@@ -128,12 +128,12 @@ def _with_its_memory(wanted: str, names: dict[str, Card]) -> Card | None:
             memory = int(said[1])
             if not 8 <= memory <= (card.memory_gb or 0):
                 return None
-            held = int(metal_share(memory) * memory * 2**30)
+            held = int(_metal_share(memory) * memory * 2**30)
             return replace(card, name=f"{card.name} {memory}GB", memory_gb=memory, memory_bytes=held)
     return None
 
 
-def metal_share(memory_gb: float) -> float:
+def _metal_share(memory_gb: float) -> float:
     """The share of a machine's memory that Metal lets its GPU have."""
     return 2 / 3 if memory_gb <= 36 else 3 / 4
 
@@ -214,7 +214,7 @@ def unsourced(card: Card) -> Iterator[str]:
     if found and card.kind == "gpu":
         yield f"no data sheet confirms {' or '.join(found)} of the {card.name}"
     if shares and card.kind == "gpu":
-        share = "two thirds" if metal_share(card.memory_gb or 0) < 0.7 else "three quarters"
+        share = "two thirds" if _metal_share(card.memory_gb or 0) < 0.7 else "three quarters"
         own = card.name.endswith("GB")
         other = "" if own else f", its largest configuration; say --gpu '{card.name} 16GB' for a smaller one"
         yield f"{card.name}: {share} of {card.memory_gb:g} GB are the GPU's, as Metal has it{other}"

@@ -6,22 +6,26 @@ Importing diffusers takes two seconds, and `darkroom.models` is imported by what
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from darkroom.models.parts import AttnProcessor2_0
 
-if TYPE_CHECKING:
-    from darkroom.models.image_prompt import ImagePrompt
+
+class KeysAndValues(Protocol):
+    """What attention reads of an adapter: each layer's two projections of its tokens."""
+
+    @property
+    def layers(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]: ...
 
 
 class ImageAttention(AttnProcessor2_0):  # type: ignore[misc]
     """Cross-attention to text, and to each installed adapter's tokens with the rows' strengths."""
 
-    def __init__(self, index: int, adapters: Mapping[int, ImagePrompt]) -> None:
+    def __init__(self, index: int, adapters: Mapping[int, KeysAndValues]) -> None:
         super().__init__()
         self.index, self.adapters = index, adapters
 

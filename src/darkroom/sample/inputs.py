@@ -230,7 +230,7 @@ class Noise:
         kept = own if size == tuple(shape_CHW[1:]) else self.of_seed((shape_CHW[0], *size))
         if self.strength:
             other = torch.randn(kept.shape, generator=torch.Generator().manual_seed(self.other_seed))
-            kept = slerp(kept, other, self.strength)
+            kept = _slerp(kept, other, self.strength)
         return kept if kept.shape == own.shape else _with_middle(own, kept)
 
     def of_seed(self, shape_CHW: Sequence[int]) -> torch.Tensor:
@@ -238,7 +238,7 @@ class Noise:
         return torch.randn(tuple(shape_CHW), generator=torch.Generator().manual_seed(self.seed))
 
 
-def slerp(start_CHW: torch.Tensor, end_CHW: torch.Tensor, share: float) -> torch.Tensor:
+def _slerp(start_CHW: torch.Tensor, end_CHW: torch.Tensor, share: float) -> torch.Tensor:
     """Between two noises along the circle through them, each column (over H) by itself, as A1111 has it."""
     start, end = (one / torch.linalg.vector_norm(one, dim=1, keepdim=True) for one in (start_CHW, end_CHW))
     cosine = (start * end).sum(1, keepdim=True).clamp(-1, 1)

@@ -175,7 +175,7 @@ class Objective:
         prediction = _NAMES[schedule.prediction]
         alphas_cumprod = torch.from_numpy(schedule.alphas_cumprod)
         _check_range(times, len(alphas_cumprod))
-        weight = timestep_weights(alphas_cumprod, prediction, asked)
+        weight = _timestep_weights(alphas_cumprod, prediction, asked)
         every_T = torch.arange(len(alphas_cumprod), dtype=torch.float64)
         c = _huber_thresholds(loss, every_T, len(alphas_cumprod), alphas_cumprod)
         tables = (alphas_cumprod.sqrt(), (1 - alphas_cumprod).sqrt(), weight, c)
@@ -361,13 +361,15 @@ def _huber_thresholds(
     return (1 - c) / (1 + ((1 - at_B) / at_B).sqrt()).square() + c
 
 
-def timestep_weights(alphas_cumprod_T: Tensor, prediction: Prediction, settings: ObjectiveSettings) -> Tensor:
+def _timestep_weights(
+    alphas_cumprod_T: Tensor, prediction: Prediction, settings: ObjectiveSettings
+) -> Tensor:
     """Loss weights [T] as the settings say; RecipeError where they are of v alone."""
     weight_T = min_snr_weights(alphas_cumprod_T, prediction, settings.min_snr_gamma)
     if settings.soft_min_snr_gamma is not None:
-        weight_T = soft_min_snr_weights(alphas_cumprod_T, prediction, settings.soft_min_snr_gamma)
+        weight_T = _soft_min_snr_weights(alphas_cumprod_T, prediction, settings.soft_min_snr_gamma)
     if settings.p2_gamma is not None:
-        weight_T = p2_weights(alphas_cumprod_T, prediction, settings.p2_gamma, settings.p2_k)
+        weight_T = _p2_weights(alphas_cumprod_T, prediction, settings.p2_gamma, settings.p2_k)
     if settings.debiased_estimation:
         weight_T = _debiased_weights(alphas_cumprod_T, prediction)
     if not settings.scale_v_pred_loss_like_noise_pred:
@@ -382,7 +384,7 @@ def timestep_weights(alphas_cumprod_T: Tensor, prediction: Prediction, settings:
     return weight_T * snr_T / (snr_T + 1)
 
 
-def soft_min_snr_weights(alphas_cumprod_T: Tensor, prediction: Prediction, gamma: float) -> Tensor:
+def _soft_min_snr_weights(alphas_cumprod_T: Tensor, prediction: Prediction, gamma: float) -> Tensor:
     """Loss weights [T] of soft min-SNR (Crowson et al. 2024): SNR gamma / (SNR + gamma) on the picture's
     error, of epsilon divided by SNR, of v by SNR + 1.
     """
@@ -391,7 +393,7 @@ def soft_min_snr_weights(alphas_cumprod_T: Tensor, prediction: Prediction, gamma
     return of_noise_T * snr_T / _picture_errors(snr_T, prediction) if prediction != "epsilon" else of_noise_T
 
 
-def p2_weights(alphas_cumprod_T: Tensor, prediction: Prediction, gamma: float, k: float) -> Tensor:
+def _p2_weights(alphas_cumprod_T: Tensor, prediction: Prediction, gamma: float, k: float) -> Tensor:
     """Loss weights [T] of P2 (Choi et al. 2022): 1 / (k + SNR)^gamma on the noise's error, which is SNR times
     the picture's, and SNR / (SNR + 1) times that of v.
     """

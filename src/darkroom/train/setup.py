@@ -414,21 +414,11 @@ def make_task(
     limit = None if recipe.adapter is None else partial(limit_norms, settings=recipe.adapter)
     if recipe.task == "distill":
         assert isinstance(objective, Objective)
-        settings, adapts = recipe.objective.distill, recipe.adapts
+        settings, made_of = recipe.objective.distill, (model, objective, read, modules)
         if settings.method == "dmd2":
-            return DistributionMatching(
-                model, objective, read, modules, settings, encode=encode, cache_text=True
-            )
+            return DistributionMatching(*made_of, settings, encode=encode, cache_text=True)
         return Distillation(
-            model,
-            objective,
-            read,
-            modules,
-            settings,
-            adapts=adapts,
-            encode=encode,
-            cache_text=True,
-            limit=limit,
+            *made_of, settings, adapts=recipe.adapts, encode=encode, cache_text=True, limit=limit
         )
     made = partial(Preference, beta=recipe.objective.dpo.beta) if recipe.task == "dpo" else Diffusion
     return made(
