@@ -17,7 +17,7 @@ from PIL import Image
 
 CATEGORY = "darkroom"
 POLL_S, TIMEOUT_S = 2, 60
-MAPS = ["none", "canny", "blur", "tile", "scribble", "invert"]
+MAPS = ["none", "canny", "blur", "scribble", "colour", "invert", "inpaint"]
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class DarkroomControl:
                 "end": ("FLOAT", {"default": 1.0, **share}),
                 "map": (MAPS,),
             },
-            "optional": {"controls": ("DARKROOM_CONTROLS",)},
+            "optional": {"mask": ("MASK",), "controls": ("DARKROOM_CONTROLS",)},
         }
 
     def added(
@@ -161,6 +161,7 @@ class DarkroomControl:
         start: float,
         end: float,
         map: str,
+        mask: torch.Tensor | None = None,
         controls: list[Any] | None = None,
     ) -> tuple[list[Any]]:
         """The nets so far and this one."""
@@ -172,6 +173,8 @@ class DarkroomControl:
             "end": end,
             "map": map,
         }
+        if mask is not None:
+            control["mask"] = to_base64(mask)
         return ([*(controls or []), control],)
 
 
@@ -204,6 +207,7 @@ class DarkroomDraw:
                 "strength": ("FLOAT", {"default": 0.75, "min": 0.01, "max": 1.0, "step": 0.01}),
                 "adapters": ("DARKROOM_ADAPTERS",),
                 "controls": ("DARKROOM_CONTROLS",),
+                "model": ("STRING", {"default": ""}),
             },
         }
 
@@ -217,11 +221,12 @@ class DarkroomDraw:
         strength: float = 0.75,
         adapters: list[Any] | None = None,
         controls: list[Any] | None = None,
+        model: str = "",
         **settings: Any,
     ) -> tuple[torch.Tensor, str]:
         """All pictures in one tensor, and what they were made with."""
         body = {"prompt": prompt, "negative": negative or None, **settings}
-        body |= {"solver": settings["solver"].strip() or None}
+        body |= {"solver": settings["solver"].strip() or None, "model": model.strip() or None}
         body |= {"adapters": adapters or [], "controls": controls or []}
         if image is not None:
             body |= {"image": to_base64(image), "strength": strength}

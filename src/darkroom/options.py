@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from darkroom.errors import InputError
 from darkroom.hardware import cpu
@@ -30,7 +30,7 @@ class Solver(NamedTuple):
     """The diffusers class. Of two solvers of one class the first is what a model folder with it gets."""
     spacing: str
     takes_karras: bool = False
-    """Whether its sigmas may be spaced otherwise than its timesteps: Karras' or exponential ones."""
+    """Whether its sigmas may be spaced otherwise than its timesteps: one of `SIGMAS`."""
     clips: bool = False
     """Whether the diffusers class clips x0 unless its configuration says not to."""
     knows: tuple[str, ...] = ()
@@ -91,6 +91,20 @@ A1111_AUTOMATIC = {
     "dpmpp_3m_sde": "exponential",
 }
 """How A1111 spaces a sampler's sigmas where the schedule is Automatic; of others as their timesteps are."""
+Sigmas = Literal["karras", "exponential", "beta", "align_your_steps", "simple", "normal", "ddim_uniform"]
+SIGMAS: tuple[str, ...] = get_args(Sigmas)
+"""How a solver's sigmas may be spaced, if not as its timesteps are."""
+A1111_SCHEDULES = {
+    "Karras": "karras",
+    "Exponential": "exponential",
+    "Polyexponential": "exponential",  # the same with A1111's rho of 1
+    "Align Your Steps": "align_your_steps",
+    "Simple": "simple",
+    "Normal": "normal",
+    "DDIM": "ddim_uniform",
+    "Beta": "beta",
+}
+"""A1111's schedules that are spacings of sigmas."""
 _KNOWN: dict[str, tuple[str, bool | None]] = {
     **{name.lower(): found for name, found in SAMPLERS.items()},
     **{name: (name, None) for name in (*SOLVER_NAMES, *FLOW_SOLVER_NAMES)},

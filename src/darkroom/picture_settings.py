@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from darkroom.errors import InputError
-from darkroom.options import FLOW_SOLVER_NAMES, MAX_SIDE, SOLVER_NAMES, parse_solver
+from darkroom.options import FLOW_SOLVER_NAMES, MAX_SIDE, SOLVER_NAMES, Sigmas, parse_solver
 
 MAX_STEPS = 1000
 SOLVERS_TEXT = (
@@ -73,6 +73,18 @@ class GenerateSettings(BaseModel):
     )
     seed: int = Field(0, ge=0, le=MAX_SEED, description="picture i of a call has seed + i")
     num: int = Field(1, ge=1, le=10_000, description="pictures for each prompt")
+    variation_seed: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_SEED,
+        description="of the noise that variations go towards; picture i has this + i, and all have one seed",
+    )
+    variation_strength: float = Field(
+        0.0, ge=0, le=1, description="how far it goes: 0 not at all, 1 is the other seed's picture"
+    )
+    seed_size: tuple[int, int] | None = Field(
+        None, description="width and height of the picture whose noise is kept in the middle of this one's"
+    )
     size: tuple[int, int] | None = Field(
         None,
         description="width and height in pixels; None: what the U-Net was made for, in a picture's shape",
@@ -95,6 +107,7 @@ class GenerateSettings(BaseModel):
     eta: float = Field(0.0, ge=0, le=1, description="noise of ddim: 0 none, 1 as much as DDPM")
     karras: bool | None = Field(None, description="Karras sigmas; None: as the scheduler says")
     exponential: bool | None = Field(None, description="exponential sigmas; None: as the scheduler says")
+    sigmas: Sigmas | None = Field(None, description="how sigmas are spaced; None: as the scheduler says")
     spacing: str | None = Field(
         None, description="timesteps leading, trailing or linspace; None: as the scheduler says"
     )
@@ -121,7 +134,16 @@ class GenerateSettings(BaseModel):
         le=MAX_SIDE,
         description="draw only the masked part and so many pixels around it, at `size`",
     )
+    masked_content: Literal["original", "fill", "noise", "nothing"] | None = Field(
+        None,
+        description="what the masked part starts from, as A1111 has it: the picture, the colours around the "
+        "mask, noise or nothing; None: original",
+    )
     hires: Hires | None = Field(None, description="a second pass at a larger size")
+
+    def seed_of(self, i: int) -> int:
+        """Of picture i of a call: variations are all of one seed."""
+        return self.seed if self.variation_strength else self.seed + i
 
     @classmethod
     def of(cls, **given: Any) -> GenerateSettings:

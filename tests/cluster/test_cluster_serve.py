@@ -139,9 +139,18 @@ def test_a_first_signal_drains_and_a_second_leaves_at_once(monkeypatch):
 
 
 def test_one_replica_serves_what_generate_draws(laptop, small, postgres, caplog):
-    """On the Ray that is there, until SIGTERM."""
+    """On the Ray that is there, until SIGTERM; each job by the model that it names."""
+    second = models.create("tiny", seed=2, overrides=SMALL)
+    models.save(second, small.folder / "second")
     settings = ServeSettings(
-        model=str(small.folder / "model"), jobs=postgres, name="one", port=0, drain_s=1, capacity=2, lease_s=5
+        model=str(small.folder / "model"),
+        more_models=(str(small.folder / "second"),),
+        jobs=postgres,
+        name="one",
+        port=0,
+        drain_s=1,
+        capacity=2,
+        lease_s=5,
     )
     drawn: list[np.ndarray] = []
 
@@ -154,11 +163,12 @@ def test_one_replica_serves_what_generate_draws(laptop, small, postgres, caplog)
             address = caplog.text.split("listening on ")[1].split()[0]
             with httpx.Client(base_url=address, timeout=90) as http:
                 body = {"prompt": "a red circle", "steps": 2, "seed": 3}
-                assert http.put("/jobs/first", json=body).status_code == 202
-                while http.get("/jobs/first?wait_s=20").json()["state"] != "done":
-                    assert time.monotonic() < until
-                png = http.get("/jobs/first/pictures/0").content
-                drawn.append(np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int))
+                for name, more in (("first", {}), ("other", {"model": "second"})):
+                    assert http.put(f"/jobs/{name}", json={**body, **more}).status_code == 202
+                    while http.get(f"/jobs/{name}?wait_s=20").json()["state"] != "done":
+                        assert time.monotonic() < until
+                    png = http.get(f"/jobs/{name}/pictures/0").content
+                    drawn.append(np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int))
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -172,12 +182,13 @@ def test_one_replica_serves_what_generate_draws(laptop, small, postgres, caplog)
         for number, handler in before.items():
             signal.signal(number, handler)
     assert "stopping: every replica finishes" in caplog.text
-    [one, other] = (
-        np.asarray(sample.generate(small.model, "a red circle", steps=2, seed=seed)[0].image.convert("RGB"))
-        for seed in (3, 4)
-    )
-    assert np.abs(drawn[0] - one.astype(int)).max() <= 1
-    assert np.abs(drawn[0] - other.astype(int)).max() >= 10
+    wanted = [
+        np.asarray(sample.generate(model, "a red circle", steps=2, seed=3)[0].image.convert("RGB"))
+        for model in (small.model, second)
+    ]
+    for i in range(2):
+        assert np.abs(drawn[i] - wanted[i].astype(int)).max() <= 1
+        assert np.abs(drawn[i] - wanted[1 - i].astype(int)).max() >= 10
 
 
 @pytest.mark.nightly

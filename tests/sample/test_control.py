@@ -372,6 +372,50 @@ def test_a_control_on_the_command_line() -> None:
     assert (control.start, control.end, control.map, control.guess) == (0.1, 0.9, "canny", True)
 
 
+def hole() -> Image.Image:
+    mask = Image.new("L", SIZE)
+    mask.paste(255, (4, 8, 20, 24))
+    return mask
+
+
+def with_hole(image: Image.Image) -> torch.Tensor:
+    """What the inpainting ControlNet's card makes of a picture: minus one where the mask is white."""
+    values = np.asarray(image.convert("RGB"), np.float32) / 255
+    values[np.asarray(hole()) > 127] = -1
+    return torch.from_numpy(values).permute(2, 0, 1)[None]
+
+
+def test_an_inpainting_controlnet_reads_what_diffusers_gives_it(tiny: Model, tmp_path: Path) -> None:
+    net = net_of(tiny, 5)
+    folder = saved(net, tmp_path / "inpaint")
+    lone = theirs(tiny, net, with_hole(picture()))
+    asked = Control(folder, picture(), map="inpaint", mask=hole())
+    assert apart(drawn(tiny, controls=[asked]), lone) <= 2
+    assert apart(drawn(tiny, controls=[Control(folder, picture())]), lone) >= 4  # nothing is unknown
+    inverse = Image.eval(hole(), lambda value: 255 - value)
+    assert apart(drawn(tiny, controls=[Control(folder, picture(), map="inpaint", mask=inverse)]), lone) >= 4
+
+
+def test_a_net_of_kohyas_small_kind_is_called_by_its_name(tiny: Model, tmp_path: Path) -> None:
+    file = tmp_path / "lllite.safetensors"
+    save_file({"lllite_unet_input_blocks_4_1_attn1_to_q.up.0.weight": torch.zeros(4, 4)}, str(file))
+    with pytest.raises(ModelError, match="ControlNet-LLLite"):
+        drawn(tiny, controls=[Control(file, picture())])
+
+
+def test_masks_of_controls_that_cannot_be(tiny: Model, tmp_path: Path) -> None:
+    folder = saved(net_of(tiny), tmp_path / "net")
+    sketch = saved(adapter_of(tiny), tmp_path / "sketch")
+    with pytest.raises(InputError, match="inpaint without a mask"):
+        Control(folder, picture(), map="inpaint")
+    for net, given, said in (
+        (sketch, {"map": "inpaint"}, "control map inpaint for t2i-adapter"),
+        (folder, {}, "a mask for controlnet"),
+    ):
+        with pytest.raises(InputError, match=said):
+            drawn(tiny, controls=[Control(net, picture(), mask=hole(), **given)])
+
+
 def test_canny_finds_the_edges(tiny: Model, tmp_path: Path) -> None:
     from darkroom.sample.control import MAPS, find_map
 

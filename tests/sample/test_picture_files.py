@@ -98,6 +98,8 @@ def test_a_jpeg_takes_what_of_long_prompts_it_can_hold(
         ("dpmpp_2m", {"spacing": "trailing"}, "Schedule type: SGM Uniform"),
         ("dpmpp_2m_sde", {"exponential": True}, "Schedule type: Exponential"),
         ("euler", {}, "Schedule type: Uniform"),
+        ("euler", {"sigmas": "align_your_steps"}, "Schedule type: Align Your Steps"),
+        ("dpmpp_2m", {"sigmas": "ddim_uniform"}, "Schedule type: DDIM"),
         ("ddim", {"eta": 0.5}, "Eta DDIM: 0.5"),
     ],
 )
@@ -108,7 +110,7 @@ def test_a1111_would_draw_by_the_same_schedule(solver: str, more: dict[str, Any]
     assert written in text
     assert ("Schedule type" in text) == (solver != "ddim")
     back = parse_a1111(text)
-    for key in ("solver", "karras", "exponential", "eta"):
+    for key in ("solver", "karras", "exponential", "sigmas", "eta"):
         assert (back.get(key) or None) == (given.get(key) or None), key
 
 
@@ -122,11 +124,13 @@ def test_a1111_would_draw_by_the_same_schedule(solver: str, more: dict[str, Any]
         ("Euler a", "Automatic", {"karras": False}),
         ("DPM++ 2M", "Uniform", {"karras": False, "spacing": "linspace"}),
         ("Euler", "SGM Uniform", {"karras": False, "spacing": "trailing"}),
+        ("Euler", "Beta", {"karras": False, "sigmas": "beta"}),
+        ("Euler", "Polyexponential", {"karras": False, "exponential": True}),
     ],
 )
 def test_a1111s_schedules_are_read_as_it_draws(sampler: str, schedule: str, read: dict[str, Any]) -> None:
     back = parse_a1111(f"a\nSteps: 20, Sampler: {sampler}, Schedule type: {schedule}, Seed: 1, Size: 8x8")
-    keys = ("karras", "exponential", "spacing")
+    keys = ("karras", "exponential", "sigmas", "spacing")
     assert {key: back[key] for key in keys if key in back} == read
 
 

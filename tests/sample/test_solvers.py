@@ -187,7 +187,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ),
     *(
         (solver, {sigmas: True})
-        for sigmas in ("use_karras_sigmas", "use_exponential_sigmas")
+        for sigmas in ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
         for solver in (
             "euler",
             "dpmpp_2m",

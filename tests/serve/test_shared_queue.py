@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 import sqlalchemy as sql
 from PIL import Image
 
-from darkroom import sample
+from darkroom import models, sample
 from darkroom.errors import InputError
 from darkroom.sample.generate import GenerateSettings
 from darkroom.serve.errors import Refused
@@ -23,7 +24,7 @@ from darkroom.serve.jobs.store import METADATA, JobStore, Record
 from darkroom.serve.request import AdapterChoice, PictureRequest
 from darkroom.serve.settings import Limits, ServeSettings
 from darkroom.serve.shared_queue import Leases
-from serve.conftest import difference
+from serve.conftest import SMALL, difference
 
 QUICK = PictureRequest(prompt="a red circle", steps=3, seed=5)
 LONG = PictureRequest(prompt="a red circle", steps=150, seed=5)
@@ -125,6 +126,28 @@ def test_a_job_waits_for_the_server_that_has_its_adapters_but_not_for_ever(two_s
     assert [job.uid for job in other.claim({"style0"}, 5, 60.0).result()] == [styled.uid]
     late = two_stores[0].accept(record(server, -2000, ("style1",))).result()
     assert [job.uid for job in one.claim((), 5, 1.0).result()] == [late.uid]
+
+
+def test_a_job_waits_longer_for_the_server_that_has_its_model(two_stores):
+    """A model takes seconds to load: after `patience_s` others take a job's adapters, not yet its model."""
+    one, other = (Leases(store, name, 30.0) for store, name in zip(two_stores, "ab", strict=True))
+    server = two_stores[0].server
+    one.renew({}, {"model/first"}).result()
+    other.renew({}, {"model/second"}).result()
+
+    def asked(number: int, model: str, adapters: tuple[str, ...] = ()) -> str:
+        made = record(server, number, adapters)
+        request = PictureRequest.model_validate_json(made.request).model_copy(update={"model": model})
+        return two_stores[0].accept(replace(made, request=request.model_dump_json())).result().uid
+
+    theirs = asked(-2000, "second", ("style0",))
+    assert one.claim({"model/first"}, 5, 1.0).result() == []
+    nobodys, own = asked(0, "third"), asked(1, "first")
+    assert [job.uid for job in one.claim({"model/first"}, 1, 1.0).result()] == [own]
+    assert [job.uid for job in one.claim({"model/first"}, 5, 1.0).result()] == [nobodys]
+    assert [job.uid for job in other.claim({"model/second"}, 5, 1.0).result()] == [theirs]
+    late = asked(-11_000, "second")
+    assert [job.uid for job in one.claim({"model/first"}, 5, 1.0).result()] == [late]
 
 
 def test_keys_take_turns_by_work_and_a_keys_own_jobs_go_by_priority(two_stores):
@@ -357,3 +380,58 @@ def test_uploads_of_a_server_that_was_killed_before_it_accepted_their_job_go(run
     assert then is None
     assert png is not None
     assert png == still
+
+
+def test_servers_of_several_models_draw_from_one_queue(run_two, small, tmp_path):
+    """Each job by its own model, whichever server took it in; the work goes to where its model is loaded."""
+    other = models.create("tiny", seed=2, overrides=SMALL)
+    models.save(other, tmp_path / "other")
+    wanted = {
+        name: sample.generate(model, QUICK.prompt, steps=3, seed=5, optimise="none", notice=lambda _: None)[0]
+        for name, model in (("small", small), ("other", other))
+    }
+
+    async def scenario(one: Core, two: Core) -> Any:
+        asked = {
+            name: [
+                await core.submit(QUICK.model_copy(update={"model": name}), key="a")
+                for core in (one, two)
+                for _ in range(3)
+            ]
+            for name in wanted
+        }
+        found: dict[str, list[Image.Image]] = {}
+        for name, jobs in asked.items():
+            found[name] = []
+            for job in jobs:
+                done = await two.finished(job.id, key="a")
+                assert (done.state, done.request.model) == ("done", name)
+                [picture] = await one.pictures(job.id, key="a")
+                found[name].append(Image.open(io.BytesIO(picture.png)).convert("RGB"))
+        with pytest.raises(Refused, match="this server has 'small', 'other'"):
+            await two.submit(QUICK.model_copy(update={"model": "nobody"}), key="a")
+        return found
+
+    made = run_two(scenario, more_models=(str(tmp_path / "other"),), adapters=None)
+    for name, pictures in made.items():
+        away = wanted["other" if name == "small" else "small"].image
+        for picture in pictures:
+            assert difference(picture, wanted[name].image) <= 1
+            assert difference(picture, away) >= 8
+
+
+def test_a_model_that_a_key_chooses_is_said_with_each_picture(run_http, url, tmp_path):
+    """The next request may go to another of the servers, which has not heard of the choice."""
+    models.save(models.create("tiny", seed=2, overrides=SMALL), tmp_path / "other")
+    told = {"more_models": (str(tmp_path / "other"),), "jobs": url, "name": f"g-{time.monotonic_ns()}"}
+
+    async def scenario(core: Core, http: Any) -> Any:
+        same = await http.post("/sdapi/v1/options", json={"sd_model_checkpoint": "small"})
+        set_once = await http.post("/sdapi/v1/options", json={"sd_model_checkpoint": "other"})
+        body = {"prompt": "a", "steps": 2, "override_settings": {"sd_model_checkpoint": "other"}}
+        return same, set_once, await http.post("/sdapi/v1/txt2img", json=body)
+
+    same, set_once, made = run_http(scenario, shared=True, **told)
+    assert (same.status_code, set_once.status_code, made.status_code) == (200, 422, 200)
+    assert "override_settings" in set_once.json()["detail"]
+    assert json.loads(made.json()["info"])["sd_model_name"] == "other"

@@ -50,7 +50,8 @@ def _option_of(model: type[BaseModel], name: str) -> tuple[Any, Any]:
     """
     one = model.model_fields[name]
     kinds = [kind for kind in get_args(one.annotation) or (one.annotation,) if kind is not type(None)]
-    choices = list(map(str, get_args(one.annotation))) if get_origin(one.annotation) is Literal else []
+    literal = next((kind for kind in (one.annotation, *kinds) if get_origin(kind) is Literal), None)
+    choices = list(map(str, get_args(literal)))
     kind: Any = str if choices else kinds[0]
     bounds = {"min": "ge", "max": "le"} if kind in (int, float) else {}
     rules = [(bound, getattr(rule, key, None)) for bound, key in bounds.items() for rule in one.metadata]
@@ -116,6 +117,7 @@ def _options(group: Any) -> dict[str, tuple[Any, Any]]:
     }
 
 
+SEED_SIZE_HELP = "of the picture whose noise is kept in the middle of this one's, as --size"
 SIZE = {"size": Annotated[str | None, typer.Option(help=SIZE_HELP)]}
 SAMPLING = OptionsOf(GenerateSettings, ("seed", "steps", "guidance", "solver", "size", "negative"), SIZE)
 """How pictures are drawn, whatever the prompt."""
@@ -123,10 +125,20 @@ DRAWING = OptionsOf(
     GenerateSettings,
     (
         *SAMPLING.names,
-        *("num", "strength", "only_masked", "paste", "weighting", "clip_skip", "guidance_rescale", "eta"),
-        *("karras", "exponential", "spacing"),
+        *("num", "variation_seed", "variation_strength", "seed_size"),
+        *(
+            "strength",
+            "only_masked",
+            "masked_content",
+            "paste",
+            "weighting",
+            "clip_skip",
+            "guidance_rescale",
+            "eta",
+        ),
+        *("karras", "exponential", "sigmas", "spacing"),
     ),
-    SIZE,
+    {**SIZE, "seed_size": Annotated[str | None, typer.Option(help=SEED_SIZE_HELP)]},
 )
 """The same and the other settings of pictures, but for the second pass."""
 Sampling = Annotated[dict[str, Any], SAMPLING]
@@ -135,4 +147,4 @@ Drawing = Annotated[dict[str, Any], DRAWING]
 
 def read_sampling(given: dict[str, Any]) -> dict[str, Any]:
     """Settings of these options, the size read. InputError for one that no model makes."""
-    return given | {"size": size_of(given["size"])}
+    return given | {name: size_of(given[name]) for name in ("size", "seed_size") if name in given}

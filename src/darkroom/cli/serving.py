@@ -248,9 +248,6 @@ def _settings(said: dict[str, Any]) -> ServeSettings:
     from darkroom.serve.settings import ServeSettings, models_in
 
     first, *more = models_in(said["model"] or [model_of()])
-    if more and (said["shared"] or said["engine"] == "ray"):
-        option = "--engine ray" if said["engine"] == "ray" else "--shared"
-        raise InputError(f"{1 + len(more)} models with {option}", allowed="one model")
     if said["model_memory"] is not None and not more:
         raise InputError("--model-memory with one model", mend="leave it out, or give several models")
     routes = routes_of() if said["vertex"] else None

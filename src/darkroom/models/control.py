@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from darkroom.models.model import Model
 
 Kind = Literal["controlnet", "t2i-adapter"]
+LLLITE_PREFIX = "lllite_"
 LDM_PREFIX = "control_model."
 LDM_KEY, DIFFUSERS_KEY = "input_hint_block.0.weight", "controlnet_cond_embedding.conv_in.weight"
 
@@ -292,6 +293,11 @@ def _from_file(
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if is_image_prompt(list(types)):
         return read_image_prompt(path, name, digest, model, image_encoder)
+    if any(key.startswith(LLLITE_PREFIX) for key in types):
+        raise ModelError(
+            f"'{path}' is a ControlNet-LLLite, which is not read",
+            mend="use the full ControlNet or T2I-Adapter of its kind",
+        )
     plain = {key.removeprefix(LDM_PREFIX): kind for key, kind in types.items()}
     if not {LDM_KEY, DIFFUSERS_KEY} & plain.keys():
         allowed = f"a tensor {DIFFUSERS_KEY} or {LDM_KEY}, or {LAYER_PREFIX}* of an IP-Adapter"

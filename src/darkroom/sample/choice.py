@@ -48,8 +48,7 @@ INSTEAD_OF_CLASS = {
 # Settings that would change the picture and are not known here, with the value that leaves it alone.
 UNKNOWN = {
     "thresholding": (False, "a method for pixel models"),
-    "use_beta_sigmas": (False, "Karras and exponential sigmas are known"),
-    "use_lu_lambdas": (False, "Karras and exponential sigmas are known"),
+    "use_lu_lambdas": (False, "Karras, exponential and beta sigmas are known"),
     "timestep_type": ("discrete", "continuous timesteps are not known"),
     "interpolation_type": ("linear", "only linear interpolation is known"),
     "predict_x0": (True, "UniPC is known on x0"),
@@ -113,21 +112,25 @@ def make_table(
     spacing: str | None = None,
     karras: bool | None = None,
     exponential: bool | None = None,
+    sigmas: str | None = None,
+    is_sdxl: bool = False,
     strength: float = 1.0,
 ) -> SolverTable:
     """Fill a solver's table for a scheduler configuration (a dict in diffusers' terms).
 
     `solver` None takes the configuration's own. What is not given comes from the configuration and then from
-    the defaults of the diffusers class, as its `from_config` does. `eta` is for ddim alone. With a
+    the defaults of the diffusers class, as its `from_config` does. `sigmas` is one of `options.SIGMAS`, of
+    which `karras` and `exponential` are short forms; `is_sdxl` matters to align_your_steps alone. `eta` is
+    for ddim alone. With a
     `strength` below 1 only that share of the steps is taken, the last ones, as in image-to-image. What was
     substituted or is unusual stands in the table's `notes`. Raises InputError on what cannot be.
     """
     notes: tuple[str, ...] = ()
+    asked = _asked_sigmas(karras, exponential, sigmas)
     if solver is None:
         solver, notes = default_solver(config)
     if is_flow(config):
-        other = "Karras" if karras else "exponential" if exponential else None
-        return _flow_table(solver, config, num_steps, notes, eta, spacing, other, strength)
+        return _flow_table(solver, config, num_steps, notes, eta, spacing, asked, strength)
     if config.get("_class_name") is None:
         config = {**SD_SCHEDULE, **config}
     known = _known(solver)
@@ -147,18 +150,18 @@ def make_table(
     if clip is not None:
         notes += (f"the model's scheduler clips x0 to +-{clip:g}, which is meant for pixels",)
     schedule = Schedule.from_config(settings)
-    sigmas = _sigmas(known, settings, karras, exponential)
-    _check_request(solver, schedule, num_steps, eta, sigmas if karras or exponential else None)
+    _check_request(solver, schedule, num_steps, eta, asked)
     plan = SolverRequest(
         schedule,
         num_steps,
         spacing or settings.get("timestep_spacing") or known.spacing,
         eta,
-        sigmas,
+        asked or _own_sigmas(known, settings, karras, exponential),
         clip,
         settings,
         notes,
         _first_step(num_steps, strength),
+        is_sdxl,
     )
     check_spacing(plan.spacing)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -171,15 +174,28 @@ def make_table(
     return _checked(filled.begun_at(start) if start else filled, schedule)
 
 
-def _sigmas(
+def _asked_sigmas(karras: bool | None, exponential: bool | None, sigmas: str | None) -> str | None:
+    """The one spacing of sigmas that is asked for; None where none is. InputError for two of them."""
+    if sigmas is not None and sigmas not in options.SIGMAS:
+        raise InputError(f"sigmas '{sigmas}'", allowed=", ".join(options.SIGMAS))
+    short = {"karras": karras, "exponential": exponential}
+    asked = list(dict.fromkeys([name for name in short if short[name]] + ([sigmas] if sigmas else [])))
+    if len(asked) > 1:
+        both = " and ".join(map(_shown, asked))
+        raise InputError(f"{both} sigmas at once", mend="ask for one of them")
+    return asked[0] if asked else None
+
+
+def _shown(sigmas: str) -> str:
+    """The name of a spacing of sigmas in a message."""
+    return "Karras" if sigmas == "karras" else sigmas
+
+
+def _own_sigmas(
     known: Solver, settings: Mapping[str, Any], karras: bool | None, exponential: bool | None
 ) -> str | None:
-    """How sigmas are spaced: as asked for, else as the scheduler says; None for as its timesteps are."""
-    if karras and exponential:
-        raise InputError("Karras and exponential sigmas at once", mend="ask for one of them")
-    if karras or exponential:
-        return "karras" if karras else "exponential"
-    for name, asked in (("karras", karras), ("exponential", exponential)):
+    """How the scheduler says that sigmas are spaced, unless that is refused; None for as timesteps are."""
+    for name, asked in (("karras", karras), ("exponential", exponential), ("beta", None)):
         if asked is None and settings.get(f"use_{name}_sigmas") and known.takes_karras:
             return name
     return None
@@ -266,7 +282,7 @@ def _check_request(solver: str, schedule: Schedule, num_steps: int, eta: float, 
         raise InputError(f"eta {eta:g} with solver {solver}", mend="eta is for ddim alone")
     if sigmas and not (solver in SOLVERS and SOLVERS[solver].takes_karras):
         able = [name for name, one in SOLVERS.items() if one.takes_karras]
-        raise InputError(f"{sigmas.capitalize()} sigmas with solver {solver}", allowed=", ".join(able))
+        raise InputError(f"{_shown(sigmas)} sigmas with solver {solver}", allowed=", ".join(able))
     if schedule.prediction == "sample" and solver == "pndm":
         raise InputError("solver pndm with a model that predicts the sample", mend="use ddim or euler")
 

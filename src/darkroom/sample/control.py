@@ -87,8 +87,12 @@ MAPS: dict[str, Callable[..., Image.Image]] = {
     "invert": lambda image: Image.eval(image.convert("RGB"), lambda value: 255 - value),
     "scribble": _scribble,
     "colour": _colour,
+    "inpaint": lambda image: image,
 }
-"""What makes the map that a net reads of a picture; `none`: it is the map (depth, pose, tile)."""
+"""What makes the map that a net reads of a picture; `none`: it is the map (depth, pose, tile); `inpaint`: the
+picture with what its mask has white unknown."""
+INPAINT, UNKNOWN = "inpaint", -1.0
+"""What an inpainting ControlNet reads where the picture is unknown; pixels are 0 to 1."""
 
 
 MAP_NUMBERS = {"canny": ("low", "high"), "blur": ("sigma",), "scribble": ("threshold",)}
@@ -126,7 +130,7 @@ class Control:
     map: str | Callable[[Image.Image], Image.Image] = "none"
     """One of `MAPS`, with its numbers (`canny:64:128`), or a function of one's own from picture to map."""
     mask: Image.Image | str | Path | None = None
-    """Of an IP-Adapter: white where it is at work."""
+    """Of an IP-Adapter: white where it is at work. Of map inpaint: white where the picture is unknown."""
     image_encoder: str | Path | None = None
     """Of an IP-Adapter: the folder of its CLIP image encoder, where it does not lie next to it."""
 
@@ -137,6 +141,8 @@ class Control:
             raise InputError(f"control from {self.start:g} to {self.end:g}", allowed="0 <= start < end <= 1")
         if isinstance(self.map, str):
             find_map(self.map)
+        if self.map == INPAINT and self.mask is None:
+            raise InputError("control map inpaint without a mask", mend="give one, white what is unknown")
 
     @property
     def name(self) -> str:
@@ -238,8 +244,7 @@ class Controls:
                 nets[key] = read_control(one.net, model, image_encoder=one.image_encoder)
             found.append(nets[key])
         for one, net in zip(controls, found, strict=True):
-            if one.mask is not None and not isinstance(net, ImagePrompt):
-                raise InputError(f"a mask for {net.kind} '{net.name}'", allowed="masks of IP-Adapters")
+            check_mask_of(one.map, net.kind, net.name, has_mask=one.mask is not None)
         images = [
             image if _made_at_size(one, net) else _map_of(one)(image)
             for one, net, image in zip(controls, found, images, strict=True)
@@ -281,12 +286,12 @@ class Controls:
             self._rows[size] = tuple(
                 RowControl(
                     net,
-                    self._encoded(one, net, image, size, latent_shape),
+                    self._encoded(one, net, image, mask, size, latent_shape),
                     one.weight,
                     one.start,
                     one.end,
                     one.guess,
-                    None if mask is None else _mask(mask, size, net),
+                    _mask(mask, size, net) if mask is not None and isinstance(net, ImagePrompt) else None,
                 )
                 for one, net, image, mask in zip(
                     self.controls, self.nets, self.images, self.masks, strict=True
@@ -299,6 +304,7 @@ class Controls:
         one: Control,
         net: ControlNet | ImagePrompt,
         image: Image.Image,
+        mask: Image.Image | None,
         size: tuple[int, int],
         latent_shape: tuple[int, int, int],
     ) -> tuple[torch.Tensor, ...]:
@@ -311,7 +317,7 @@ class Controls:
             )
         if _made_at_size(one, net):
             image = _map_of(one)(image.convert("RGB").resize(size, Image.Resampling.LANCZOS))
-        encoded = net.encode(_to_map(image, size, net.picture_channels))
+        encoded = net.encode(_with_unknown(_to_map(image, size, net.picture_channels), mask, size))
         if net.kind == "controlnet" and encoded[0].shape[2:] != latent_shape[1:]:
             height, width = encoded[0].shape[2:]
             raise ModelError(
@@ -368,10 +374,27 @@ def _to_map(image: Image.Image, size: tuple[int, int], channels: int) -> torch.T
     return torch.from_numpy(array.reshape(size[1], size[0], channels).transpose(2, 0, 1)[None].copy())
 
 
-def _mask(mask: Image.Image, size: tuple[int, int], net: ControlNet | ImagePrompt) -> torch.Tensor:
+def _with_unknown(map_1Chw: torch.Tensor, mask: Image.Image | None, size: tuple[int, int]) -> torch.Tensor:
+    """A map that is unknown where a mask is white."""
     from darkroom.sample.inputs import to_mask
 
-    assert isinstance(net, ImagePrompt)
+    return map_1Chw if mask is None else map_1Chw.masked_fill(to_mask(mask, size) > 0, UNKNOWN)
+
+
+def check_mask_of(map_name: object, kind: str, name: str, *, has_mask: bool) -> None:
+    """InputError unless a net has a mask where it takes one."""
+    inpaints = map_name == INPAINT
+    if inpaints and kind != "controlnet":
+        raise InputError(f"control map inpaint for {kind} '{name}'", allowed="ControlNets")
+    if inpaints and not has_mask:
+        raise InputError(f"control map inpaint for '{name}' without a mask", mend="give the mask")
+    if has_mask and not inpaints and kind != "ip-adapter":
+        raise InputError(f"a mask for {kind} '{name}'", allowed="masks of IP-Adapters and of map inpaint")
+
+
+def _mask(mask: Image.Image, size: tuple[int, int], net: ImagePrompt) -> torch.Tensor:
+    from darkroom.sample.inputs import to_mask
+
     return to_mask(mask, size)[0, 0].to(net.layers[0][0].device)
 
 

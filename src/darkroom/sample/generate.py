@@ -155,7 +155,12 @@ def _check_unicode(prompts: Sequence[str]) -> None:
 
 def _check_seeds(settings: GenerateSettings, prompts: int) -> None:
     """InputError unless every picture has a seed that generators take."""
-    if settings.seed + prompts * settings.num - 1 > MAX_SEED:
+    if settings.variation_strength and settings.variation_seed is None:
+        raise InputError("variation_strength without variation_seed", mend="give the seed to go towards")
+    if (size := settings.seed_size) is not None and not 8 <= min(size) <= max(size) <= MAX_SIDE:
+        given = "x".join(map(str, size))
+        raise InputError(f"seed_size {given}", allowed=f"sides of 8 to {MAX_SIDE} pixels")
+    if max(settings.seed, settings.variation_seed or 0) + prompts * settings.num - 1 > MAX_SEED:
         raise InputError(f"seed {settings.seed}", allowed=f"at most {MAX_SEED} for the last picture")
 
 
@@ -461,7 +466,13 @@ class Generation:
             return None
         shows = repaints(self.model)
         return inputs.StartPicture.encoded(
-            self.backend, self.image, self.mask, self.size, self.model.vae_factor, shows=shows
+            self.backend,
+            self.image,
+            self.mask,
+            self.size,
+            self.model.vae_factor,
+            shows=shows,
+            content=self.settings.masked_content,
         )
 
     def _size_note(self) -> list[str]:
@@ -483,14 +494,25 @@ class Generation:
         if self.source is not None:
             strength = self.settings.strength
             assert strength is not None
-            latents, known, extra = self.source.start(self.table, strength, generator)
+            latents, known, extra = self.source.start(self.table, strength, generator, self._noise(i))
         else:
-            noise = torch.randn(self.first.latent_shape, generator=generator, dtype=torch.float32)
+            noise = self._noise(i)(self.first.latent_shape, generator)
             latents, known, extra = noise * self.table.initial_scale, None, None
         return self._row(i, self.first, latents, generator, known, extra)
 
     def _generator(self, i: int) -> torch.Generator:
-        return torch.Generator("cpu").manual_seed(self.settings.seed + i)
+        return torch.Generator("cpu").manual_seed(self.settings.seed_of(i))
+
+    def _noise(self, i: int) -> inputs.Noise:
+        """How the first noise of picture i is drawn."""
+        settings, factor = self.settings, self.model.vae_factor
+        size = settings.seed_size
+        return inputs.Noise(
+            settings.seed_of(i),
+            (settings.variation_seed or 0) + i,
+            settings.variation_strength,
+            None if size is None else (size[1] // factor, size[0] // factor),
+        )
 
     def _row(
         self,
@@ -566,7 +588,7 @@ class Generation:
                 image = images[at] if network is None else network.to(self.device).enlarge(images[at])
                 pixels = inputs.to_pixels(image, larger.size)
                 latents = inputs.Spread.of(self.backend, pixels).draw(generator)
-            noise = torch.randn(larger.latent_shape, generator=generator, dtype=torch.float32)
+            noise = self._noise(start + at)(larger.latent_shape, generator)
             first = inputs.noised(latents, noise, larger.table)
             made.append(self._row(start + at, larger, first, generator))
         return made
@@ -593,7 +615,7 @@ class Generation:
         values = {
             "prompt": self.prompts[i // settings.num],
             "negative": settings.negative or "",
-            "seed": settings.seed + i,
+            "seed": settings.seed_of(i),
             "width": width,
             "height": height,
             "steps": settings.steps,
@@ -613,14 +635,23 @@ class Generation:
         adapters = self.adapted.parameters(i // settings.num)
         if model.digest is not None:
             values |= {"model_file": model.digest["file"], "model_sha256": model.digest["sha256"]}
-        return {**values, **({"adapters": adapters} if adapters else {}), **self._further_parameters()}
+        return {**values, **({"adapters": adapters} if adapters else {}), **self._further_parameters(i)}
 
-    def _further_parameters(self) -> dict[str, Any]:
+    def _further_parameters(self, i: int) -> dict[str, Any]:
         """Parameters that are there only where they were asked for."""
         settings = self.settings
         values: dict[str, Any] = {}
+        if settings.variation_strength:
+            values["variation_seed"] = (settings.variation_seed or 0) + i
+            values["variation_strength"] = settings.variation_strength
+        if settings.seed_size is not None:
+            values["seed_width"], values["seed_height"] = settings.seed_size
+        if settings.masked_content not in (None, "original"):
+            values["masked_content"] = settings.masked_content
         if self.table.sigmas == "exponential":
             values["exponential"] = True
+        elif self.table.sigmas not in (None, "karras"):
+            values["sigmas"] = self.table.sigmas
         if settings.weighting != "none":
             values["weighting"] = settings.weighting
         if settings.clip_skip:
@@ -682,6 +713,8 @@ def table_for(model: Model, settings: GenerateSettings) -> SolverTable:
         spacing=settings.spacing,
         karras=settings.karras,
         exponential=settings.exponential,
+        sigmas=settings.sigmas,
+        is_sdxl=model.is_sdxl,
         strength=1.0 if settings.strength is None else settings.strength,
     )
 
@@ -751,6 +784,8 @@ def _check_pictures(settings: GenerateSettings, image: Image.Image | None, mask:
         raise InputError("a mask without a picture", mend="give the picture too")
     if settings.only_masked is not None and mask is None:
         raise InputError("only_masked without a mask", mend="give the picture and its mask")
+    if settings.masked_content is not None and mask is None:
+        raise InputError("masked_content without a mask", mend="give the picture and its mask")
     if image is None and settings.strength is not None:
         raise InputError(f"strength {settings.strength:g} without a picture to start from", mend="give one")
     if image is not None and settings.hires is not None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageFilter, ImageOps
 
 from darkroom.errors import InputError, is_system_failure
 from darkroom.sample.denoise import KnownPart
@@ -156,6 +157,8 @@ class StartPicture:
     mask_1HW: torch.Tensor | None = None
     shows: bool = False
     """Whether the U-Net is shown mask and picture; else the known part is laid over the latents."""
+    content: str | None = None
+    """What the masked part starts from, where not from the picture."""
 
     @classmethod
     def encoded(
@@ -167,19 +170,22 @@ class StartPicture:
         factor: int,
         *,
         shows: bool,
+        content: str | None = None,
     ) -> StartPicture:
-        """Encode a picture once for all rows that start from it."""
+        """Encode a picture once for all rows that start from it; `content` is what the masked part starts
+        from."""
         pixels = to_pixels(image, size)
-        whole = Spread.of(backend, pixels)
         if mask is None:
-            return cls(whole)
+            return cls(Spread.of(backend, pixels))
+        filled = pixels if content != "fill" else to_pixels(filled_around(image, mask, size), size)
+        whole = Spread.of(backend, filled)
         mask_11HW = to_mask(mask, size)
         small = torch.nn.functional.interpolate(mask_11HW, size=(size[1] // factor, size[0] // factor))
         outside = Spread.of(backend, pixels * (mask_11HW < 0.5))
-        return cls(whole, outside, small[0], shows)
+        return cls(whole, outside, small[0], shows, content)
 
     def start(
-        self, table: SolverTable, strength: float, generator: torch.Generator
+        self, table: SolverTable, strength: float, generator: torch.Generator, draw: Noise
     ) -> tuple[torch.Tensor, KnownPart | None, torch.Tensor | None]:
         """First latents, what stays known, and what else the U-Net is shown.
 
@@ -187,7 +193,11 @@ class StartPicture:
         """
         pure = self.mask_1HW is not None and strength == 1
         latents = None if pure and self.shows else self.whole.draw(generator)
-        noise = torch.randn(self.whole.mean_CHW.shape, generator=generator)
+        noise = draw(self.whole.mean_CHW.shape, generator)
+        if latents is not None and self.mask_1HW is not None and self.content in ("noise", "nothing"):
+            # A1111 draws this noise by the seed anew, so that it is that of the first latents.
+            inside = draw.of_seed(latents.shape) if self.content == "noise" else torch.zeros_like(latents)
+            latents = latents + self.mask_1HW * (inside - latents)
         if pure:
             first = noise * table.initial_scale
         else:
@@ -200,6 +210,73 @@ class StartPicture:
             return first, None, torch.cat([self.mask_1HW, outside])
         assert latents is not None
         return first, KnownPart(latents, noise, self.mask_1HW), None
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How the first noise of a picture is drawn: by its seed, or as a variation of it, as A1111 does."""
+
+    seed: int
+    other_seed: int = 0
+    strength: float = 0.0
+    """How far it goes towards the noise of the other seed."""
+    size_HW: tuple[int, int] | None = None
+    """Of the latents whose noise is kept in the middle of these."""
+
+    def __call__(self, shape_CHW: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+        """Noise [C, H, W]; `generator`, the picture's own, moves on by so many values whatever is asked."""
+        own = torch.randn(tuple(shape_CHW), generator=generator, dtype=torch.float32)
+        size = tuple(shape_CHW[1:]) if self.size_HW is None else self.size_HW
+        kept = own if size == tuple(shape_CHW[1:]) else self.of_seed((shape_CHW[0], *size))
+        if self.strength:
+            other = torch.randn(kept.shape, generator=torch.Generator().manual_seed(self.other_seed))
+            kept = slerp(kept, other, self.strength)
+        return kept if kept.shape == own.shape else _with_middle(own, kept)
+
+    def of_seed(self, shape_CHW: Sequence[int]) -> torch.Tensor:
+        """The first noise of the seed alone."""
+        return torch.randn(tuple(shape_CHW), generator=torch.Generator().manual_seed(self.seed))
+
+
+def slerp(start_CHW: torch.Tensor, end_CHW: torch.Tensor, share: float) -> torch.Tensor:
+    """Between two noises along the circle through them, each column (over H) by itself, as A1111 has it."""
+    start, end = (one / torch.linalg.vector_norm(one, dim=1, keepdim=True) for one in (start_CHW, end_CHW))
+    cosine = (start * end).sum(1, keepdim=True).clamp(-1, 1)
+    angle = torch.acos(cosine)
+    straight = torch.lerp(start_CHW, end_CHW, share)
+    along = torch.sin((1 - share) * angle) * start_CHW + torch.sin(share * angle) * end_CHW
+    # Of the same direction, or of opposite ones (latents one pixel high), there is no circle.
+    return torch.where(cosine.abs() > 1 - 1e-6, straight, along / torch.sin(angle))
+
+
+def _with_middle(outer_CHW: torch.Tensor, inner_CHW: torch.Tensor) -> torch.Tensor:
+    """The one with the middle of the other in its middle, as far as it goes."""
+    into, of = [slice(None)], [slice(None)]
+    for outer, inner in zip(outer_CHW.shape[1:], inner_CHW.shape[1:], strict=True):
+        shift = (outer - inner) // 2
+        length = inner if shift >= 0 else inner + 2 * shift
+        into.append(slice(max(shift, 0), max(shift, 0) + length))
+        of.append(slice(max(-shift, 0), max(-shift, 0) + length))
+    found = outer_CHW.clone()
+    found[tuple(into)] = inner_CHW[tuple(of)]
+    return found
+
+
+FILL_BLURS = ((256, 1), (64, 1), (16, 2), (4, 4), (2, 2), (0, 1))
+"""Radius in pixels of each blur, and how often it is laid on."""
+
+
+def filled_around(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """A picture at a size, its masked part filled with the blurred colours around it (A1111's fill)."""
+    image, mask = (one.resize(size, Image.Resampling.LANCZOS) for one in (image.convert("RGB"), mask))
+    known = Image.new("RGBa", size)
+    known.paste(image.convert("RGBA").convert("RGBa"), mask=ImageOps.invert(mask.convert("L")))
+    filled = Image.new("RGBA", size)
+    for radius, times in FILL_BLURS:
+        blurred = known.filter(ImageFilter.GaussianBlur(radius)).convert("RGBA")
+        for _ in range(times):
+            filled.alpha_composite(blurred)
+    return filled.convert("RGB")
 
 
 def noised(latents_CHW: torch.Tensor, noise_CHW: torch.Tensor, table: SolverTable) -> torch.Tensor:

@@ -27,7 +27,7 @@ from darkroom.errors import DarkroomError, InputError, Stopped, is_system_failur
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.models.latents import LatentScaling
-from darkroom.options import A1111_AUTOMATIC, A1111_NAMES, SOLVERS, find_solver
+from darkroom.options import A1111_AUTOMATIC, A1111_NAMES, A1111_SCHEDULES, SOLVERS, find_solver
 from darkroom.picture_settings import steps_of_share
 
 JSON_KEY, A1111_KEY = "darkroom", "parameters"
@@ -326,7 +326,8 @@ def make_grid(images: Sequence[Image.Image], columns: int | None = None) -> Imag
     return sheet
 
 
-SIGMAS = ("karras", "exponential")
+MASKED_CONTENT = {"fill": "fill", "noise": "latent noise", "nothing": "latent nothing"}
+"""In A1111's words."""
 SPACING_OF = {"Uniform": "linspace", "SGM Uniform": "trailing"}
 """Of A1111's schedules, in diffusers' words."""
 
@@ -357,7 +358,9 @@ def a1111_text(parameters: dict[str, Any]) -> str:
 
 def _schedule_type(parameters: dict[str, Any]) -> str | None:
     """A1111's name of how sigmas are spaced. It takes silence for Automatic, which is Karras of some."""
-    if found := next((name.capitalize() for name in SIGMAS if parameters.get(name)), None):
+    flags = [name for name in ("karras", "exponential") if parameters.get(name)]
+    sigmas = flags[0] if flags else parameters.get("sigmas")
+    if found := next((name for name, ours in A1111_SCHEDULES.items() if ours == sigmas), None):
         return found
     known = SOLVERS.get(parameters["solver"])
     if known is None or not known.takes_karras or parameters["solver"] == "unipc":
@@ -370,12 +373,21 @@ def _further_pairs(parameters: dict[str, Any]) -> dict[str, Any]:
     hires = parameters.get("hires") or {}
     skip = parameters.get("clip_skip")
     return {
+        "Variation seed": parameters.get("variation_seed"),
+        "Variation seed strength": parameters.get("variation_strength"),
+        "Seed resize from": _seed_size(parameters),
         "Denoising strength": parameters.get("strength", hires.get("strength")),
+        "Masked content": MASKED_CONTENT.get(parameters.get("masked_content", "")),
         "Clip skip": skip + 1 if skip else None,  # A1111 counts the last layer as 1
         "Hires upscale": hires.get("scale"),
         "Hires steps": _steps_taken(hires, parameters["steps"]),
         "Hires upscaler": A1111_UPSCALERS.get(hires.get("upscaler", ""), hires.get("upscaler")),
     }
+
+
+def _seed_size(parameters: dict[str, Any]) -> str | None:
+    sides = parameters.get("seed_width"), parameters.get("seed_height")
+    return None if None in sides else "x".join(map(str, sides))
 
 
 def _steps_taken(hires: dict[str, Any], first: int) -> int | None:
@@ -516,6 +528,8 @@ def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
         "CFG Rescale": ("guidance_rescale", float),
         "Eta DDIM": ("eta", float),
         "Denoising strength": ("strength", float),
+        "Variation seed": ("variation_seed", int),
+        "Variation seed strength": ("variation_strength", float),
         "Hires upscale": ("Hires upscale", float),
     }
     solver: str | None = None
@@ -539,12 +553,20 @@ def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
         elif key == "Clip skip" and re.fullmatch(r"\d{1,3}", value, re.ASCII):
             yield "clip_skip", max(0, int(value) - 1)
         elif key == "Schedule type":
-            sigmas = A1111_AUTOMATIC.get(solver or "") if value == "Automatic" else value.lower()
+            sigmas = (A1111_AUTOMATIC if value == "Automatic" else A1111_SCHEDULES).get(
+                (solver or "") if value == "Automatic" else value
+            )
             yield "karras", sigmas == "karras"
             if sigmas == "exponential":
                 yield "exponential", True
+            elif sigmas not in (None, "karras"):
+                yield "sigmas", sigmas
             if value in SPACING_OF:
                 yield "spacing", SPACING_OF[value]
+        elif key == "Seed resize from" and (size := re.fullmatch(r"(\d{1,6})x(\d{1,6})", value, re.ASCII)):
+            yield from (("seed_width", int(size[1])), ("seed_height", int(size[2])))
+        elif key == "Masked content" and value in MASKED_CONTENT.values():
+            yield "masked_content", next(ours for ours, theirs in MASKED_CONTENT.items() if theirs == value)
         elif key == "Size" and (size := re.fullmatch(r"(\d{1,6})x(\d{1,6})", value, re.ASCII)):
             yield from (("width", int(size[1])), ("height", int(size[2])))
         else:

@@ -34,6 +34,10 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "batch_size": ("num", int),
     "strength": ("strength", float),
     "denoising_strength": ("strength", float),
+    "variation_seed": ("variation_seed", int),
+    "subseed": ("variation_seed", int),
+    "variation_strength": ("variation_strength", float),
+    "subseed_strength": ("variation_strength", float),
 }
 """What a line may say, in darkroom's words or those of A1111's 'Prompts from file'."""
 
@@ -119,8 +123,10 @@ NUMBERS = {
     "eta": float,
     "strength": float,
     "clip_skip": int,
+    "variation_seed": int,
+    "variation_strength": float,
 }
-WORDS = ("solver", "spacing", "negative", "prompt", "weighting")
+WORDS = ("solver", "sigmas", "spacing", "negative", "prompt", "weighting", "masked_content")
 MAX_CELLS = 400
 LABEL_SIZE, GAP = 14, 6
 

@@ -168,3 +168,56 @@ def exponential_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Ar
     """Falling sigmas, evenly spaced in log sigma (k-diffusion's exponential schedule)."""
     sigmas: Array = np.exp(np.linspace(math.log(sigma_max), math.log(sigma_min), num_steps))
     return sigmas
+
+
+def beta_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
+    """Falling sigmas at the quantiles of a beta distribution, dense at both ends (Lee et al. 2024)."""
+    return sigma_min + beta_quantiles(1 - np.linspace(0, 1, num_steps)) * (sigma_max - sigma_min)
+
+
+def beta_quantiles(shares: Array, a: float = 0.6) -> Array:
+    """Quantiles of the beta distribution whose parameters both are `a`: its power series, bisected."""
+    n = np.arange(60.0)
+    series = np.cumprod(np.append(1.0, (n[1:] - a) / n[1:])) / (a + n)
+    tail = np.minimum(shares, 1 - shares) * math.gamma(a) ** 2 / math.gamma(2 * a)  # it is symmetrical
+    low, high = np.zeros_like(shares), np.full_like(shares, 0.5)
+    for _ in range(60):
+        middle = (low + high) / 2
+        below = middle**a * np.polyval(series[::-1], middle) < tail
+        low, high = np.where(below, middle, low), np.where(below, high, middle)
+    return np.where(shares <= 0.5, low, 1 - low)
+
+
+ALIGN_YOUR_STEPS = (14.615, 6.475, 3.861, 2.697, 1.886, 1.396, 0.963, 0.652, 0.399, 0.152, 0.029)
+ALIGN_YOUR_STEPS_XL = (14.615, 6.315, 3.771, 2.181, 1.342, 0.862, 0.555, 0.380, 0.234, 0.113, 0.029)
+"""Sigmas of ten steps that were optimised for SD 1.5 and for SDXL (Sabour et al. 2024)."""
+
+
+def align_your_steps(num_steps: int, *, is_sdxl: bool = False) -> Array:
+    """Falling sigmas of any number of steps, by A1111's log-linear interpolation of the optimised ones."""
+    known = np.log(ALIGN_YOUR_STEPS_XL if is_sdxl else ALIGN_YOUR_STEPS)
+    sigmas: Array = np.exp(np.interp(np.linspace(0, 1, num_steps), np.linspace(0, 1, len(known)), known))
+    return sigmas
+
+
+def simple_sigmas(schedule: Schedule, num_steps: int) -> Array:
+    """Falling sigmas of training timesteps, evenly spaced from the last one (A1111's Simple)."""
+    stride = schedule.num_train_timesteps / num_steps
+    return schedule.sigmas[-1 - (np.arange(num_steps) * stride).astype(np.int64)]
+
+
+def normal_sigmas(schedule: Schedule, num_steps: int) -> Array:
+    """Falling sigmas of timesteps from the last to the first, log-linear between (k-diffusion's own)."""
+    timesteps = np.linspace(schedule.num_train_timesteps - 1, 0, num_steps)
+    known = np.arange(schedule.num_train_timesteps)
+    sigmas: Array = np.exp(np.interp(timesteps, known, np.log(schedule.sigmas)))
+    return sigmas
+
+
+def ddim_uniform_sigmas(schedule: Schedule, num_steps: int) -> Array:
+    """Falling sigmas of every so many-th training timestep from 1 on, as DDIM spaces them (A1111's DDIM).
+
+    Where the steps do not divide the timesteps there is one step more, as in A1111.
+    """
+    stride = max(schedule.num_train_timesteps // num_steps, 1)
+    return schedule.sigmas[1::stride][::-1].copy()

@@ -22,9 +22,14 @@ from darkroom.errors import InputError
 from darkroom.sample.schedule import (
     Array,
     Schedule,
+    align_your_steps,
+    beta_sigmas,
+    ddim_uniform_sigmas,
     exponential_sigmas,
     karras_sigmas,
     multistep_timesteps,
+    normal_sigmas,
+    simple_sigmas,
     spaced_timesteps,
 )
 
@@ -41,12 +46,14 @@ class SolverRequest:
     spacing: str
     eta: float = 0.0
     sigmas: str | None = None
-    """karras or exponential; None is as the timesteps are spaced."""
+    """One of `options.SIGMAS`; None is as the timesteps are spaced."""
     clip: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     start: int = 0
     """The first step that is taken, which has no history; the rows before it are filled and left out."""
+    is_sdxl: bool = False
+    """Which of the optimised schedules (Align Your Steps) is meant."""
 
     @property
     def offset(self) -> int:
@@ -209,12 +216,19 @@ def _sigma_levels(plan: SolverRequest) -> tuple[Array, Array]:
 
 
 def _spread(plan: SolverRequest, low: float, high: float) -> Array:
-    """Falling sigmas [S] between two, or those that the settings say, spaced as the plan has them."""
+    """Falling sigmas [S] as the plan has them: between two, or those that the settings say, or of the whole
+    training schedule."""
+    if plan.sigmas == "align_your_steps":
+        return align_your_steps(plan.num_steps, is_sdxl=plan.is_sdxl)
+    if (of_schedule := OF_SCHEDULE.get(str(plan.sigmas))) is not None:
+        return of_schedule(plan.schedule, plan.num_steps)
     low = plan.settings.get("sigma_min") or low
     high = plan.settings.get("sigma_max") or high
-    return {"karras": karras_sigmas, "exponential": exponential_sigmas}[str(plan.sigmas)](
-        low, high, plan.num_steps
-    )
+    return BETWEEN[str(plan.sigmas)](low, high, plan.num_steps)
+
+
+BETWEEN = {"karras": karras_sigmas, "exponential": exponential_sigmas, "beta": beta_sigmas}
+OF_SCHEDULE = {"simple": simple_sigmas, "normal": normal_sigmas, "ddim_uniform": ddim_uniform_sigmas}
 
 
 def _sigma_sheet(plan: SolverRequest, timesteps: Array, sigma: Array) -> Sheet:
@@ -409,10 +423,13 @@ def _multistep_levels(plan: SolverRequest, *, unipc: bool = False) -> tuple[Arra
     if plan.sigmas is not None:
         sigmas = _spread(plan, schedule.sigmas[0], schedule.sigmas[-1])
         timesteps = schedule.timesteps_at(sigmas)
-        # With a cosine schedule, and with exponential sigmas, diffusers does not round, but cuts the fraction
-        # off on storing integers; its float32 noise levels put the first one a hair below the last timestep.
-        cut = np.maximum(np.floor(timesteps - 1e-6), 0)
-        timesteps = cut if keeps_fractions or plan.sigmas == "exponential" else np.round(timesteps)
+        # With a cosine schedule, and with exponential and beta sigmas, diffusers does not round, but cuts the
+        # fraction off on storing integers; its float32 noise levels put the first one a hair below the last
+        # timestep. Schedules that diffusers does not have keep their fractions, as in k-diffusion.
+        if plan.sigmas == "karras" and not keeps_fractions:
+            timesteps = np.round(timesteps)
+        elif plan.sigmas in BETWEEN:
+            timesteps = np.maximum(np.floor(timesteps - 1e-6), 0)
         return timesteps, np.append(sigmas, schedule.sigmas[0] if to_min else 0.0)
     # lambda = -log sigma; a clipped (cosine) schedule leaves out its noisiest timesteps.
     clipped = -math.inf if unipc else float(plan.settings.get("lambda_min_clipped", -math.inf))
@@ -621,7 +638,7 @@ class SolverTable:
     notes: tuple[str, ...] = ()
     spacing: str = ""
     sigmas: str | None = None
-    """How its sigmas are spaced: karras or exponential; None for as the timesteps are."""
+    """How its sigmas are spaced: one of `options.SIGMAS`; None for as the timesteps are."""
     levels_S2: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 2), np.float32))
     """What x is made of before each call: how much of the picture, how much of the noise."""
     earlier: int = field(init=False)

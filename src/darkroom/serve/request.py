@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from darkroom.options import Sigmas
+
 MAX_SEED = 2**63 - 1
 MOST_ADAPTERS, MOST_CONTROLS = 16, 8
 MAX_BLOCKS = 64
@@ -71,7 +73,9 @@ class ControlGiven(ControlChoice):
     """The same with its picture."""
 
     image: str = Field(description="PNG, JPEG or WebP in base64")
-    mask: str | None = Field(None, description="of an IP-Adapter: white where it counts")
+    mask: str | None = Field(
+        None, description="of an IP-Adapter: white where it counts; of map inpaint: white where unknown"
+    )
 
     @property
     def choice(self) -> ControlChoice:
@@ -102,6 +106,19 @@ class PictureRequest(_Strict):
     negative: str | None = Field(None, max_length=100_000, description="what to steer away from")
     num: int = Field(1, ge=1, le=1000, description="pictures; the i-th has seed + i")
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description="None: drawn when the job is accepted")
+    variation_seed: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_SEED,
+        description="with variation_strength: the i-th picture has this + i, and one seed; None: drawn",
+    )
+    variation_strength: float = Field(
+        0.0, ge=0, le=1, allow_inf_nan=False, description="how far the noise goes to the other seed's"
+    )
+    seed_width: int | None = Field(
+        None, ge=8, le=8192, description="of the picture whose noise is kept in the middle; with seed_height"
+    )
+    seed_height: int | None = Field(None, ge=8, le=8192)
     width: int | None = Field(None, ge=8, le=8192, description="pixels; None: the model's own")
     height: int | None = Field(None, ge=8, le=8192, description="pixels; None: the model's own")
     steps: int | None = Field(None, ge=1, le=1000, description="None: 30, with lcm 4")
@@ -117,6 +134,7 @@ class PictureRequest(_Strict):
     eta: float = Field(0.0, ge=0, le=1, allow_inf_nan=False, description="noise of ddim")
     karras: bool | None = Field(None, description="Karras sigmas; None: as the scheduler says")
     exponential: bool | None = Field(None, description="exponential sigmas; None: as the scheduler says")
+    sigmas: Sigmas | None = Field(None, description="how sigmas are spaced; None: as the scheduler says")
     spacing: str | None = Field(None, max_length=40, description="timesteps leading, trailing or linspace")
     weighting: Literal["none", "a1111", "compel"] = Field(
         "none", description="syntax of weights in the prompts; none: brackets mean what they say"
@@ -130,6 +148,11 @@ class PictureRequest(_Strict):
         ge=0,
         le=8192,
         description="with a mask: draw only its part and so many pixels around, at the size",
+    )
+    masked_content: Literal["original", "fill", "noise", "nothing"] | None = Field(
+        None,
+        description="what the masked part starts from, as A1111 has it: the picture, the colours around the "
+        "mask, noise or nothing; None: original",
     )
     hires: HiresChoice | None = Field(None, description="a second pass at a larger size; not with an upload")
     adapters: tuple[AdapterChoice, ...] = Field(
@@ -167,6 +190,19 @@ class PictureRequest(_Strict):
         if isinstance(given, (list, tuple)) and len(given) > MOST_CONTROLS:
             raise ValueError(f"at most {MOST_CONTROLS}")
         return tuple(given) if isinstance(given, list) else given
+
+    @model_validator(mode="after")
+    def _whole_seed_size(self) -> PictureRequest:
+        if (self.seed_width is None) != (self.seed_height is None):
+            raise ValueError("seed_width and seed_height go together")
+        return self
+
+    @property
+    def seed_size(self) -> tuple[int, int] | None:
+        """Of the picture whose noise is kept in the middle."""
+        if self.seed_width is None or self.seed_height is None:
+            return None
+        return self.seed_width, self.seed_height
 
     @property
     def size(self) -> tuple[int, int] | None:

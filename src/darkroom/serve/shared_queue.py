@@ -1,9 +1,9 @@
 """`Sharing`: several servers on one database draw from one queue, and each answers for every job.
 
 A job that is accepted is drawn by the server that took it in if no other waits, that one has capacity and the
-job's adapters at hand. Else a server with the adapters and capacity takes it; where nobody has them, or after
-`patience_s`, any with capacity: work goes to where its adapters are, and does not wait long for a server that
-is busy. Leases (`leases`) say who has what.
+job's model and adapters at hand. Else a server with them and capacity takes it; where nobody has them, or
+after `patience_s` (of another's model MODEL_PATIENCE_S), any with capacity: work goes to where its adapters
+are, and does not wait long for a server that is busy. Leases (`leases`) say who has what.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,8 +32,7 @@ from darkroom.serve.request import EventKind, Job, too_late
 from darkroom.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
-    from darkroom.serve.engine.adapters import Library
-    from darkroom.serve.engine.loop import Engine
+    from darkroom.serve.engine.pool import ModelPool
 
 
 LOG = logging.getLogger("darkroom.serve")
@@ -41,6 +40,10 @@ CLAIM_S = 0.1
 RENEW_S = 0.5
 """So soon is a job released that was cancelled at another server."""
 LOOK_S = 0.2
+MODEL = "model/"
+"""Begins a model's name among those of adapters, which hold no slash."""
+MODEL_PATIENCE_S = 10.0
+"""So long a job is left to a server that has its model in memory: to load one takes about that."""
 AHEAD = 2
 """Pictures that a server takes beyond those on their way, so that a step never lacks rows."""
 
@@ -55,24 +58,22 @@ class Sharing:
         self.claims = True
         """Whether more jobs are taken; not while the server is being stopped."""
         self._missed: set[str] = set()
-        self._engine: Engine | None = None
-        self._library: Library | None = None
+        self._pool: ModelPool | None = None
         self._take_up: Callable[[Record], Any] | None = None
         self._let_go: Callable[[Any], None] | None = None
 
     def begin(
         self,
-        engine: Engine,
-        library: Library | None,
+        pool: ModelPool,
         take_up: Callable[[Record], Any],
         let_go: Callable[[Any], None],
     ) -> None:
-        """The model is there: `take_up` begins a claimed job, `let_go` drops one that is no longer ours."""
-        self._engine, self._library, self._take_up, self._let_go = engine, library, take_up, let_go
+        """A model is there: `take_up` begins a claimed job, `let_go` drops one that is no longer ours."""
+        self._pool, self._take_up, self._let_go = pool, take_up, let_go
 
     def takes(self, record: Record) -> bool:
         """Whether a new job is drawn here."""
-        return not self.backlog.jobs and self._room() > 0 and _adapters_of(record) <= self._at_hand()
+        return not self.backlog.jobs and self._room() > 0 and _needs_of(record) <= self._at_hand()
 
     def waits(self, record: Record) -> None:
         """A new job waits for a server whose turn it is."""
@@ -85,12 +86,19 @@ class Sharing:
         return 0.0 if oldest_s is None else max(0.0, self.leases.now_s() - oldest_s)
 
     def _at_hand(self) -> set[str]:
-        """With those that jobs here are waiting for."""
-        coming = {name for live in self._lives for name in live.work.adapters}
-        return coming if self._library is None else coming | self._library.at_hand()
+        """Adapters and, of several, models; with those that jobs here are waiting for."""
+        there = {name for live in self._lives for name in live.work.adapters}
+        if (pool := self._pool) is None:
+            return there
+        for opened in pool.opened:
+            there |= set() if opened.library is None else opened.library.at_hand()
+        if pool.several:
+            there |= {MODEL + pool.find(live.work.request.model).name for live in self._lives}
+            there |= {MODEL + one.name for one in pool.served if one.opened is not None and not one.closing}
+        return there
 
     def _room(self) -> int:
-        return 0 if self._engine is None else AHEAD - self._engine.waiting()
+        return 0 if self._pool is None else AHEAD - self._pool.waiting()
 
     async def run(self) -> None:
         """Renew and claim, for as long as the server takes jobs."""
@@ -271,8 +279,9 @@ class Leases:
     def claim(self, holds: Collection[str], most: int, patience_s: float) -> Future[list[Record]]:
         """Own jobs of about `most` pictures that nobody works on, those of all keys in turn.
 
-        Those whose adapters all are among `holds` come first, and those that wait for longer than
-        `patience_s`; for so long one whose adapters another server has is left to that one.
+        Those whose model and adapters all are among `holds` come first, and those that wait for longer than
+        `patience_s`; for so long one whose adapters another server has is left to that one, and for
+        MODEL_PATIENCE_S one whose model another server has and this one has not.
         """
 
         def action(connection: sql.Connection) -> list[Record]:
@@ -282,12 +291,13 @@ class Leases:
             query = sql.select(lines).order_by(lines.c.turn, lines.c.created_s, lines.c.uid).limit(LOOKED_AT)
             found = [record_of(row) for row in connection.execute(query)]
             others = self._held_elsewhere(connection, now_s)
+            found = [one for one in found if not _left_to_others(one, holds, others, now_s)]
             wanted = self._chosen(found, set(holds), others, now_s - patience_s, most)
             taken = self._take(connection, [record.uid for record in wanted], now_s)
             ours = [record for record in wanted if record.uid in taken]
             for record in ours:
                 self._shares.give(record)
-            if coming := set().union(*map(_adapters_of, ours)) - set(holds):  # the others may count on it
+            if coming := set().union(*map(_needs_of, ours)) - set(holds):  # the others may count on it
                 self._be_there(connection, now_s + self._lease_s, {*holds, *coming})
             return ours
 
@@ -296,9 +306,9 @@ class Leases:
     def _chosen(
         self, found: list[Record], holds: set[str], others: list[set[str]], late_s: float, most: int
     ) -> list[Record]:
-        suits = [one for one in found if _adapters_of(one) <= holds or one.created_s < late_s]
+        suits = [one for one in found if _needs_of(one) <= holds or one.created_s < late_s]
         rest = [
-            one for one in found if one not in suits and not any(_adapters_of(one) <= held for held in others)
+            one for one in found if one not in suits and not any(_needs_of(one) <= held for held in others)
         ]
         self._shares.begin(record.key for record in found)
         wanted: list[Record] = []
@@ -323,14 +333,14 @@ class Leases:
         return {row[0] for row in connection.execute(free)}
 
     def _held_elsewhere(self, connection: sql.Connection, now_s: float) -> list[set[str]]:
-        """The adapters of each other server that is there."""
+        """The adapters and models at hand of each other server that is there."""
         query = sql.select(SERVERS.c.adapters).where(
             SERVERS.c.server == self._store.server, SERVERS.c.owner != self.owner, SERVERS.c.until_s >= now_s
         )
         return [set(json.loads(row[0])) for row in connection.execute(query)]
 
     def _be_there(self, connection: sql.Connection, until_s: float, holds: Collection[str]) -> None:
-        """Tell the others that this server is there, with these adapters at hand."""
+        """Tell the others that this server is there, with these adapters and models at hand."""
         connection.execute(sql.delete(SERVERS).where(SERVERS.c.owner == self.owner))
         values = {"owner": self.owner, "server": self._store.server, "until_s": until_s}
         connection.execute(sql.insert(SERVERS).values({**values, "adapters": json.dumps(sorted(holds))}))
@@ -439,9 +449,19 @@ class Leases:
         return int(connection.execute(before).scalar() or 0)
 
 
-def _adapters_of(record: Record) -> set[str]:
-    """The adapters that a job names."""
-    return {choice["name"] for choice in json.loads(record.request).get("adapters", ())}
+def _needs_of(record: Record) -> set[str]:
+    """The adapters that a job names, and its model where servers have several."""
+    request = json.loads(record.request)
+    model = request.get("model")
+    return {choice["name"] for choice in request.get("adapters", ())} | ({MODEL + model} if model else set())
+
+
+def _left_to_others(record: Record, holds: Collection[str], others: Sequence[set[str]], now_s: float) -> bool:
+    """Whether another server has a job's model in memory, this one has not, and that one has time yet."""
+    models = {name for name in _needs_of(record) if name.startswith(MODEL)}
+    if models <= set(holds) or record.created_s < now_s - MODEL_PATIENCE_S:
+        return False
+    return any(models <= held for held in others)
 
 
 def _time_of(connection: sql.Connection) -> float:

@@ -86,7 +86,8 @@ def test_img2img_redoes_what_is_white(http):
     left, right = (0, 0, 14, 32), (18, 0, 32, 32)
     for invert, redone, same in ((0, left, right), (1, right, left)):
         body = {**QUICK, "prompt": "a horse", "init_images": [base64_of(start)], "mask": base64_of(mask)}
-        told = http.post("/sdapi/v1/img2img", json={**body, "inpainting_mask_invert": invert}).json()
+        body |= {"inpainting_fill": 1, "inpainting_mask_invert": invert}
+        told = http.post("/sdapi/v1/img2img", json=body).json()
         made = opened(told["images"][0])
         assert change(made.crop(same), start.crop(same)) < 3
         assert change(made.crop(redone), start.crop(redone)) > 10
@@ -144,11 +145,93 @@ def test_a_sampler_without_a_schedule_has_a1111s(http, small):
             assert difference(made, other) >= 2, (sampler, scheduler)
 
 
+SIGMAS_OF = {
+    "Align Your Steps": "align_your_steps",
+    "Simple": "simple",
+    "Normal": "normal",
+    "DDIM": "ddim_uniform",
+    "Beta": "beta",
+    "Polyexponential": "exponential",
+}
+
+
+def test_each_schedule_of_a1111s_list_is_drawn(http, small):
+    """By the name and by the label that the list of schedulers gives."""
+    settings = {"steps": 4, "seed": 5, "solver": "euler", "optimise": "none", "notice": lambda _: None}
+    wanted = {
+        label: sample.generate(small, "a horse", sigmas=ours, **settings)[0].image
+        for label, ours in SIGMAS_OF.items()
+    }
+    listed = {one["label"]: one["name"] for one in http.get("/sdapi/v1/schedulers").json()}
+    assert listed["Align Your Steps"] == "align_your_steps"
+    for i, (label, picture) in enumerate(wanted.items()):
+        body = {**QUICK, "prompt": "a horse", "sampler_name": "Euler"}
+        body |= {"scheduler": label if i % 2 else listed[label]}
+        told = http.post("/sdapi/v1/txt2img", json=body).json()
+        made = opened(told["images"][0])
+        assert difference(made, picture) <= 1, label
+        shown = "Exponential" if label == "Polyexponential" else label
+        assert f"Schedule type: {shown}," in json.loads(told["info"])["infotexts"][0]
+        for other, away in wanted.items():
+            assert other == label or difference(made, away) >= 2, (label, other)
+
+
+def test_variations_and_noise_of_another_size_are_a1111s(http, small):
+    settings = {"steps": 4, "seed": 5, "weighting": "a1111", "optimise": "none", "notice": lambda _: None}
+    body = {**QUICK, "prompt": "a horse", "batch_size": 2}
+    varied = {"subseed": 8, "subseed_strength": 0.3}
+    told = http.post("/sdapi/v1/txt2img", json={**body, **varied}).json()
+    lone = sample.generate(small, "a horse", num=2, variation_seed=8, variation_strength=0.3, **settings)
+    [plain] = sample.generate(small, "a horse", **settings)
+    for one, other in zip(told["images"], lone, strict=True):
+        assert difference(opened(one), other.image) <= 1
+        assert difference(opened(one), plain.image) >= 2
+    info = json.loads(told["info"])
+    assert (info["all_seeds"], info["all_subseeds"], info["subseed_strength"]) == ([5, 5], [8, 9], 0.3)
+    drawn = json.loads(http.post("/sdapi/v1/txt2img", json={**body, "subseed_strength": 0.3}).json()["info"])
+    assert drawn["all_subseeds"][1] == drawn["all_subseeds"][0] + 1
+    assert drawn["all_subseeds"][0] not in (0, 8)
+    resized = {"seed_resize_from_w": 24, "seed_resize_from_h": 24}
+    made = opened(http.post("/sdapi/v1/txt2img", json={**body, **resized}).json()["images"][0])
+    [lone] = sample.generate(small, "a horse", seed_size=(24, 24), **settings)
+    assert difference(made, lone.image) <= 1
+    assert difference(made, plain.image) >= 2
+    one_side = http.post("/sdapi/v1/txt2img", json={**body, "seed_resize_from_w": 24}).json()
+    assert difference(opened(one_side["images"][0]), plain.image) <= 1  # as in A1111
+
+
+def test_what_a_masked_part_starts_from_is_a1111s(http, small):
+    start = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
+    mask = Image.new("L", (32, 32), 0)
+    mask.paste(255, (0, 0, 16, 32))
+    body = {**QUICK, "prompt": "a horse", "init_images": [base64_of(start)], "mask": base64_of(mask)}
+    settings = {"steps": 4, "seed": 5, "strength": 0.75, "weighting": "a1111", "optimise": "none"}
+    wanted = {
+        fill: sample.generate(
+            small,
+            "a horse",
+            image=start,
+            mask=mask,
+            masked_content=content,
+            notice=lambda _: None,
+            **settings,
+        )[0].image
+        for fill, content in ((0, "fill"), (1, None), (2, "noise"), (3, "nothing"))
+    }
+    for fill, picture in (*wanted.items(), (None, wanted[0])):
+        more = {} if fill is None else {"inpainting_fill": fill}
+        made = opened(http.post("/sdapi/v1/img2img", json={**body, **more}).json()["images"][0])
+        assert difference(made, picture) <= 1, fill
+        for other, away in wanted.items():
+            assert other == (fill or 0) or difference(made, away) >= 2, (fill, other)
+
+
 def test_inpaint_full_res_draws_the_masked_part_alone_and_puts_it_back(http, small):
     start = Image.linear_gradient("L").resize((64, 64)).convert("RGB")
     mask = Image.new("L", (64, 64), 0)
     mask.paste(255, (40, 8, 52, 20))
     body = {**QUICK, "prompt": "a horse", "init_images": [base64_of(start)], "mask": base64_of(mask)}
+    body |= {"inpainting_fill": 1}
     full = {"inpaint_full_res": True, "inpaint_full_res_padding": 2, "denoising_strength": 0.9}
     told = http.post("/sdapi/v1/img2img", json={**body, **full, "width": 32, "height": 32}).json()
     box = (38, 6, 54, 22)  # 12 by 12 pixels and 2 around
@@ -312,8 +395,11 @@ def test_interrupt_ends_own_jobs_of_this_dialect_only(http):
         ({"enable_hr": True, "hr_resize_x": 512}, "hr_resize_x"),
         ({"enable_hr": True, "denoising_strength": 0}, "denoising_strength"),
         ({"sampler_name": "DPM2"}, "sampler_name"),
-        ({"scheduler": "Align Your Steps"}, "scheduler"),
-        ({"inpainting_fill": 2}, "inpainting_fill"),
+        ({"scheduler": "KL Optimal"}, "scheduler"),
+        ({"sampler_name": "DDIM", "scheduler": "Beta"}, "sigmas"),
+        ({"inpainting_fill": 4}, "inpainting_fill"),
+        ({"subseed_strength": 1.5}, "subseed_strength"),
+        ({"seed_resize_from_w": 4, "seed_resize_from_h": 64}, "seed_resize_from_w"),
         ({"enable_hr": True, "hr_prompt": "a dog"}, "hr_prompt"),
         ({"enable_hr": True, "hr_negative_prompt": "a dog"}, "hr_negative_prompt"),
         ({"enable_hr": True, "hr_sampler_name": "DDIM"}, "hr_sampler_name"),
@@ -323,7 +409,6 @@ def test_interrupt_ends_own_jobs_of_this_dialect_only(http):
         ({"s_churn": math.nan}, "s_churn"),
         ({"s_noise": 0.9}, "s_noise"),
         ({"resize_mode": 1}, "resize_mode"),
-        ({"seed_resize_from_w": 512}, "seed_resize_from_w"),
         ({"eta_noise_seed_delta": 31337}, "eta_noise_seed_delta"),
         ({"nonsense": 1}, "nonsense"),
         ({"steps": "20"}, "steps"),

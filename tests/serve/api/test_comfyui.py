@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from darkroom import sample
+from darkroom.sample.control import MAPS
 from darkroom.sample.inputs import read_image
 from serve.conftest import Server, difference
 from serve.nets import steering, write_nets
@@ -130,6 +131,21 @@ def test_nodes_edit_and_enlarge(nodes, server, small):
     assert difference(made.crop((20, 0, 32, 32)), start.crop((20, 0, 32, 32))) <= 2
     [larger] = run(nodes, "DarkroomUpscale", server=there, image=tensor(start), upscaler="Lanczos", scale=2.0)
     assert difference(pictures(larger)[0], start.resize((64, 64), Image.Resampling.LANCZOS)) == 0
+
+
+def test_a_node_names_its_model(nodes, server):
+    [there] = run(nodes, "DarkroomServer", url=server.url, key_variable="")
+    asked = {"server": there, "prompt": "a horse", "negative": "", **ASKED}
+    made = [pictures(run(nodes, "DarkroomDraw", **asked, model=name)[0])[0] for name in ("", " small ")]
+    assert difference(*made) <= 2
+    with pytest.raises(RuntimeError, match="this server has 'small'"):
+        run(nodes, "DarkroomDraw", **asked, model="nobody")
+    assert "model" in nodes["DarkroomDraw"].INPUT_TYPES()["optional"]
+
+
+def test_the_maps_are_the_servers(nodes):
+    maps = nodes["DarkroomControl"].INPUT_TYPES()["required"]["map"][0]
+    assert sorted(maps) == sorted(MAPS)
 
 
 def test_what_the_server_refuses_is_shown(nodes, server):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 from PIL import Image, ImageFilter, ImageOps
@@ -310,6 +311,63 @@ def test_a_picture_to_start_from_goes_with_nets(http, nets, small):
     assert difference(plain, lone) >= 4
 
 
+def test_an_inpainting_net_has_its_mask_in_each_api(http, nets, small):
+    """Of the native API its own; of A1111's units theirs, else img2img's."""
+    start = steering(3)
+    mask = Image.new("L", (32, 32))
+    mask.paste(255, (8, 8, 24, 24))
+    told = {"steps": 4, "seed": 5, "optimise": "none", "notice": lambda _: None}
+    control = Control(nets / "edges", start, map="inpaint", mask=mask)
+    lone = sample.generate(small, "a horse", controls=[control], **told)[0].image
+    whole = sample.generate(small, "a horse", controls=[Control(nets / "edges", start)], **told)[0].image
+    given = {"net": "edges", "image": base64_of(start), "map": "inpaint", "mask": base64_of(mask)}
+    unit = {"model": "edges", "image": base64_of(start), "module": "inpaint_only", "mask": base64_of(mask)}
+    made = [
+        picture_of(ask(http, "openai", [given]), "openai"),
+        drawn(http, prompt="a horse", alwayson_scripts={"controlnet": {"args": [unit]}}),
+    ]
+    for one in made:
+        assert difference(one, lone) <= 2
+        assert difference(one, whole) >= 4
+    more = {"init_images": [base64_of(start)], "mask": base64_of(mask), "inpainting_fill": 1}
+    units = {"controlnet": {"args": [{"model": "edges", "module": "inpaint_only"}]}}
+    body = {**QUICK, "prompt": "a horse", "denoising_strength": 0.8, **more, "alwayson_scripts": units}
+    made = picture_of(http.post("/sdapi/v1/img2img", json=body), "a1111")
+    redone = {"image": start, "mask": mask, "strength": 0.8, "weighting": "a1111"}
+    lone = sample.generate(small, "a horse", controls=[control], **redone, **told)[0].image
+    assert difference(made, lone) <= 2
+    refused = http.post("/jobs", json={"prompt": "a", "controls": [{**given, "mask": None}]})
+    assert (refused.status_code, "inpaint" in refused.text) == (422, True)
+
+
+def test_openais_further_pictures_guide_by_the_image_prompt(http, nets, small):
+    """The first is edited; the others are shown by the IP-Adapter there is, or by one that is named."""
+    client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0)
+    start, *shown = (steering(seed) for seed in (3, 9, 12))
+    told = {"steps": 4, "seed": 5, "strength": 0.8, "optimise": "none", "notice": lambda _: None}
+    lone = {
+        num: sample.generate(
+            small,
+            "a horse",
+            image=start,
+            controls=[Control(nets / "face.safetensors", one, 0.7) for one in shown[:num]],
+            **told,
+        )[0].image
+        for num in (0, 1, 2)
+    }
+    more = {"seed": 5, "num_inference_steps": 4, "strength": 0.8, "reference_weight": 0.7}
+    for num, named in ((1, {}), (2, {"reference_net": "face"})):
+        files = [png_of(one) for one in (start, *shown[:num])]
+        made = client.images.edit(image=files, prompt="a horse", extra_body={**more, **named})
+        picture = opened(made.data[0].b64_json or "")
+        assert difference(picture, lone[num]) <= 2
+        assert all(difference(picture, away) >= 3 for other, away in lone.items() if other != num)
+    with pytest.raises(openai.BadRequestError, match="nobody"):
+        client.images.edit(
+            image=[png_of(start)] * 2, prompt="a", extra_body={**more, "reference_net": "nobody"}
+        )
+
+
 def test_of_a_part_alone_the_map_is_that_part_too(http, nets, small):
     start, whole = (steering(seed).resize((64, 64), Image.Resampling.NEAREST) for seed in (3, 9))
     mask = Image.new("L", (64, 64))
@@ -324,6 +382,7 @@ def test_of_a_part_alone_the_map_is_that_part_too(http, nets, small):
         "init_images": [base64_of(start)],
         "mask": base64_of(mask),
         "inpaint_full_res": 1,
+        "inpainting_fill": 1,
         "inpaint_full_res_padding": 2,
         "alwayson_scripts": {"controlnet": {"args": [{"model": "edges", "image": base64_of(whole)}]}},
     }

@@ -95,6 +95,33 @@ def test_edits_start_from_a_picture(client, small):
     assert difference(painted.crop((0, 0, 12, 32)), start.crop((0, 0, 12, 32))) >= 10
 
 
+def test_variations_start_from_a_picture_and_need_no_prompt(client, small):
+    start = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
+    buffer = io.BytesIO()
+    start.save(buffer, "PNG")
+    more = {**QUICK, "strength": 0.6}
+    made = client.images.create_variation(image=buffer.getvalue(), n=2, size="32x32", extra_body=more)
+    told = {"steps": 4, "seed": 5, "optimise": "none", "notice": lambda _: None, "num": 2}
+    lone = sample.generate(small, "", image=start, strength=0.6, **told)
+    plain = sample.generate(small, "", image=start, strength=0.9, **told)
+    for one, other, away in zip(made.data, lone, plain, strict=True):
+        assert difference(image(one.b64_json), other.image) <= 1
+        assert difference(image(one.b64_json), away.image) >= 3
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.images.create_variation(image=b"no picture", extra_body=QUICK)
+    assert caught.value.param == "image"
+
+
+def test_further_pictures_need_a_net_that_shows_them(client):
+    buffer = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(buffer, "PNG")
+    with pytest.raises(openai.BadRequestError, match="IP-Adapter") as caught:
+        client.images.edit(image=[buffer.getvalue()] * 2, prompt="a horse", extra_body=QUICK)
+    assert caught.value.param == "image"
+    with pytest.raises(openai.BadRequestError, match="at most"):
+        client.images.edit(image=[buffer.getvalue()] * 9, prompt="a horse", extra_body=QUICK)
+
+
 def test_models(client):
     assert [model.id for model in client.models.list()] == ["small"]
     assert client.models.retrieve("small").owned_by == "darkroom"

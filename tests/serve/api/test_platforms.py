@@ -12,6 +12,7 @@ from PIL import Image
 from starlette.requests import Request
 
 import warm
+from darkroom import sample
 from darkroom.errors import InputError
 from darkroom.serve.api.shared import all_made
 from darkroom.serve.api.vertex import model_of, routes_of, small_enough
@@ -244,3 +245,31 @@ def test_hugging_faces_own_client_draws(server, monkeypatch):
         assert change(image, other) > 1
         with pytest.raises(HfHubHTTPError, match="num_inference_steps"):
             client.text_to_image("a horse", num_inference_steps=100_000)
+
+
+def test_hugging_faces_own_client_redoes_a_picture(server, small, tmp_path, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub import InferenceClient
+    from huggingface_hub.errors import HfHubHTTPError
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # loopback is not the hub
+    start = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
+    start.save(tmp_path / "start.png")
+    settings = {"seed": 3, "strength": 0.6, "optimise": "none", "notice": lambda _: None}
+    lone = sample.generate(small, "a horse", image=start, steps=5, guidance=5.0, **settings)[0].image
+    told = {"num_inference_steps": 5, "guidance_scale": 5.0, "seed": 3}
+    for client in (InferenceClient(model=server.url), InferenceClient(base_url=server.url)):
+        for given in (tmp_path / "start.png", (tmp_path / "start.png").read_bytes()):
+            made = client.image_to_image(given, prompt="a horse", strength=0.6, **told)
+            assert difference(made, lone) <= 1
+        other = client.image_to_image(given, prompt="a horse", strength=0.9, **told)
+        assert difference(other, lone) >= 3
+    larger = client.image_to_image(given, prompt="a horse", target_size={"width": 48, "height": 40}, **told)
+    assert larger.size == (48, 40)
+    unsaid = sample.generate(small, "", image=start, steps=5, guidance=5.0, **{**settings, "strength": 0.75})
+    assert difference(client.image_to_image(given, **told), unsaid[0].image) <= 1
+    assert client.image_to_image(given).size == (32, 32)  # the bytes alone
+    with pytest.raises(HfHubHTTPError, match="strength"):
+        client.image_to_image(given, prompt="a horse", strength=3.0)
+    with pytest.raises(HfHubHTTPError, match="image"):
+        client.image_to_image(b"\x89PNG\r\n\x1a\nno more", prompt="a horse")

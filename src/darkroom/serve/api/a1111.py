@@ -22,7 +22,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import InputError
 from darkroom.models.embeddings import Embedding
-from darkroom.options import A1111_AUTOMATIC, A1111_NAMES, FLOW_SOLVER_NAMES, SAMPLERS, SOLVERS, find_solver
+from darkroom.options import (
+    A1111_AUTOMATIC,
+    A1111_NAMES,
+    A1111_SCHEDULES,
+    FLOW_SOLVER_NAMES,
+    SAMPLERS,
+    SOLVERS,
+    find_solver,
+)
 from darkroom.picture_settings import DEFAULT_STEPS, LCM_STEPS, steps_of_share
 from darkroom.run import write_whole
 from darkroom.sample.pictures import a1111_text, parse_a1111
@@ -52,6 +60,10 @@ class Txt2Img(BaseModel):
     prompt: str = Field("", max_length=100_000)
     negative_prompt: str | None = Field("", max_length=100_000)
     seed: int | None = Field(-1, ge=-1, le=MAX_SEED, description="-1 draws one")
+    subseed: int | None = Field(-1, ge=-1, le=MAX_SEED, description="-1 draws one")
+    subseed_strength: float | None = Field(0, ge=0, le=1, allow_inf_nan=False)
+    seed_resize_from_w: int | None = Field(-1, ge=-1, le=8192, description="-1 and 0: not")
+    seed_resize_from_h: int | None = Field(-1, ge=-1, le=8192)
     steps: int | None = Field(None, ge=1, le=1000, description="none: the server's own, not A1111's 50")
     cfg_scale: float | None = Field(None, ge=0, le=1000, allow_inf_nan=False)
     width: int | None = Field(None, ge=8, le=8192)
@@ -109,6 +121,7 @@ class Txt2Img(BaseModel):
             negative=self.negative_prompt or None,
             num=self._num(core),
             seed=None if self.seed in (-1, None) else self.seed,
+            **self._variation(),
             width=self.width,
             height=self.height,
             steps=self.steps,
@@ -121,6 +134,20 @@ class Txt2Img(BaseModel):
             hires=self._hires(core, named.get("solver") or card.solver),
             controls=tuple(unit.choice() for unit in units_of(self.alwayson_scripts)),
         )
+
+    def _variation(self) -> dict[str, Any]:
+        """How the noise differs from that of its seed and size alone."""
+        varied: dict[str, Any] = {}
+        if self.subseed_strength:
+            other = None if self.subseed in (-1, None) else self.subseed
+            varied = {"variation_seed": other, "variation_strength": float(self.subseed_strength)}
+        width, height = self.seed_resize_from_w or 0, self.seed_resize_from_h or 0
+        if width > 0 and height > 0:  # A1111 takes no notice of one alone
+            if min(width, height) < 8:
+                message = "seed_resize_from_w: sides of 8 pixels or more"
+                raise Refused(422, "invalid_value", message, param="seed_resize_from_w")
+            varied |= {"seed_width": width, "seed_height": height}
+        return varied
 
     def _num(self, core: Core) -> int:
         num = (self.batch_size or 1) * (self.n_iter or 1)
@@ -135,7 +162,7 @@ class Txt2Img(BaseModel):
         return Uploads(controls=controls) if controls else None
 
     def _control_pictures(
-        self, core: Core, card: ModelCard, start: bytes | None
+        self, core: Core, card: ModelCard, start: bytes | None, hole: bytes | None = None
     ) -> tuple[ControlUpload, ...]:
         units = units_of(self.alwayson_scripts)
         if not units:
@@ -146,7 +173,7 @@ class Txt2Img(BaseModel):
             raise Refused(422, "over_limit", most, param="width")
         if start is not None and self._only_masked is not None:  # they are maps of the whole picture
             size = checked_picture(start, core.limits, "init_images").size
-        return tuple(unit.pictures(size, start, core.limits) for unit in units)
+        return tuple(unit.pictures(size, start, hole, core.limits) for unit in units)
 
     @property
     def _only_masked(self) -> int | None:
@@ -201,6 +228,9 @@ class Img2Img(Txt2Img):
     )
     mask: str | None = None
     inpainting_mask_invert: int | bool | None = 0
+    inpainting_fill: int | None = Field(
+        0, ge=0, le=3, description="0 fill, 1 original, 2 latent noise, 3 latent nothing"
+    )
     inpaint_full_res: bool | int | None = None
     inpaint_full_res_padding: int | None = Field(None, ge=0, le=8192)
     mask_blur: int | None = Field(None, ge=0, le=256, description="soft edge in pixels")
@@ -210,10 +240,8 @@ class Img2Img(Txt2Img):
     def uploads(self, core: Core, card: ModelCard) -> Uploads:
         """The pictures; what is wrong with them the core finds, which opens them. Takes a while."""
         image = decoded(self.init_images[0], "init_images")
-        controls = self._control_pictures(core, card, image)
-        if self.mask is None:
-            return Uploads(image, controls=controls)
-        return Uploads(image, self._mask(decoded(self.mask, "mask"), core.limits), controls)
+        mask = None if self.mask is None else self._mask(decoded(self.mask, "mask"), core.limits)
+        return Uploads(image, mask, self._control_pictures(core, card, image, mask))
 
     def _mask(self, content: bytes, limits: Limits) -> bytes:
         """A grey mask, white where the picture is redone: where it is opaque, if parts are transparent."""
@@ -238,7 +266,8 @@ class Img2Img(Txt2Img):
         strength = 0.75 if self.denoising_strength is None else self.denoising_strength
         if not strength:
             raise Refused(422, "invalid_value", "denoising_strength: more than 0", param="denoising_strength")
-        more = {"strength": strength, "only_masked": self._only_masked}
+        content = None if self.mask is None else MASKED_CONTENT[self.inpainting_fill or 0]
+        more = {"strength": strength, "only_masked": self._only_masked, "masked_content": content}
         return super().request(core, chosen).model_copy(update=more)
 
     @property
@@ -332,6 +361,9 @@ def _add_lists(router: APIRouter, core: Core, chosen: ChosenModels) -> None:
                     422, "not_served", f"{shown}: cannot be set, say it with each picture", param=shown
                 )
         if wanted is not None and wanted != now["sd_model_checkpoint"]:
+            if core.settings.shared:  # the next request may go to another of the servers
+                message = "sd_model_checkpoint: say it with each picture (override_settings)"
+                raise Refused(422, "not_served", message, param="sd_model_checkpoint")
             await asyncio.to_thread(chosen.choose, caller(request), wanted)
 
     @router.get("/sd-models")
@@ -463,6 +495,7 @@ def _info(core: Core, job: Job, body: Txt2Img) -> dict[str, Any]:
     pictures = job.pictures
     first, num = pictures[0], len(pictures)
     seeds = [one["seed"] for one in pictures]
+    subseeds = [one.get("variation_seed", one["seed"]) for one in pictures]
     prompts = [body.prompt] * num
     return {
         "prompt": body.prompt,
@@ -471,9 +504,9 @@ def _info(core: Core, job: Job, body: Txt2Img) -> dict[str, Any]:
         "all_negative_prompts": [body.negative_prompt or ""] * num,
         "seed": seeds[0],
         "all_seeds": seeds,
-        "subseed": seeds[0],
-        "all_subseeds": seeds,
-        "subseed_strength": 0,
+        "subseed": subseeds[0],
+        "all_subseeds": subseeds,
+        "subseed_strength": first.get("variation_strength", 0),
         "width": first["width"],
         "height": first["height"],
         "sampler_name": name_of(first["solver"]),
@@ -565,9 +598,11 @@ def _parsed(info: str) -> dict[str, Any]:
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "Automatic": {},
     "Uniform": {"karras": False, "spacing": "linspace"},
-    "Karras": {"karras": True},
-    "Exponential": {"exponential": True},
     "SGM Uniform": {"spacing": "trailing"},
+    **{
+        name: {ours: True} if ours in ("karras", "exponential") else {"sigmas": ours}
+        for name, ours in A1111_SCHEDULES.items()
+    },
 }
 """A1111's schedules in this server's words. diffusers gives the last the same spacing."""
 
@@ -593,7 +628,6 @@ UNUSED = frozenset(
         "s_tmin",
         "save_images",
         "send_images",
-        "subseed",
     }
 )
 """Fields that are taken and not used: they concern files and windows, or only what is refused below."""
@@ -613,7 +647,7 @@ REFUSED: dict[str, tuple[Neutral, ...]] = {
     "hr_scheduler": ("", "Use same scheduler", None),
     "image_cfg_scale": (None, 0, 1.5),
     "initial_noise_multiplier": (1, None),
-    "inpainting_fill": (0, 1, None),
+    "inpainting_fill": (0, 1, 2, 3, None),
     "latent_mask": ("", None),
     "refiner_checkpoint": ("", "None", None),
     "resize_mode": (0, None),
@@ -623,16 +657,12 @@ REFUSED: dict[str, tuple[Neutral, ...]] = {
     "s_noise": (1, None),
     "script_args": ([], None),
     "script_name": ("", "None", None),
-    "seed_resize_from_h": (-1, 0, None),
-    "seed_resize_from_w": (-1, 0, None),
     "styles": ([], None),
-    "subseed_strength": (0, None),
     "tiling": (False, None),
 }
-"""Fields that would change the picture in a way that is not served, with the values that do not.
-
-The exception is `inpainting_fill` 0 (fill), which is drawn as 1 (original): every client sends it.
-"""
+"""Fields that would change the picture in a way that is not served, with the values that do not."""
+MASKED_CONTENT = ("fill", None, "noise", "nothing")
+"""Of `inpainting_fill`; None is the picture itself."""
 AS_IN_THE_FIRST_PASS = {
     "hr_cfg": "cfg_scale",
     "hr_negative_prompt": "negative_prompt",

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from PIL import Image, ImageOps
 from pydantic import BaseModel, ConfigDict, Field
 
-from darkroom.sample.control import MAP_NUMBERS, find_map
+from darkroom.sample.control import INPAINT, MAP_NUMBERS, find_map
 from darkroom.serve.api.shared import caller, decoded, encoded, route_in
 from darkroom.serve.engine.tickets import png_of
 from darkroom.serve.errors import Refused
@@ -31,12 +31,15 @@ MODULES = {
     "scribble_xdog": "scribble",
     "t2ia_color_grid": "colour",
     "blur_gaussian": "blur",
+    "inpaint_only": "inpaint",
 }
 """The extension's preprocessors that are served, and darkroom's map of each."""
 ALIASES = {
     **MODULES,
     "": "none",
     "invert": "invert",
+    "inpaint": "inpaint",
+    "inpaint_global_harmonious": "inpaint",
     "tile_resample": "none",
     "ip-adapter-auto": "none",
     "ip-adapter_clip_sd15": "none",
@@ -80,7 +83,7 @@ class Unit(BaseModel):
     weight: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
     guidance_start: float = Field(0.0, ge=0, lt=1, allow_inf_nan=False)
     guidance_end: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
-    control_mode: int | str = 0
+    control_mode: int | str | list[str] = Field(0, description="webuiapi sends a list of one")
     guessmode: bool | None = None
     resize_mode: int | str = 1
     pixel_perfect: bool = False
@@ -95,7 +98,8 @@ class Unit(BaseModel):
         map_name = ALIASES.get((self.module or "none").lower())
         if map_name is None:
             raise _refused(f"module: one of {', '.join(MODULES)}; send others' maps with module none")
-        guess = MODES.get(_small(self.control_mode))
+        mode = self.control_mode if not isinstance(self.control_mode, list) else "".join(self.control_mode)
+        guess = MODES.get(_small(mode))
         if guess is None:
             raise _refused("control_mode: Balanced (0) or ControlNet is more important (2)")
         if not self.guidance_start < self.guidance_end:
@@ -109,15 +113,28 @@ class Unit(BaseModel):
             map=_with_numbers(map_name, self.threshold_a, self.threshold_b),
         )
 
-    def pictures(self, size: tuple[int, int], start: bytes | None, limits: Limits) -> ControlUpload:
-        """The unit's picture in the shape of those that are made; img2img's own where it has none."""
+    mask: str | None = Field(None, description="of inpaint_only: white where the picture is unknown")
+
+    def pictures(
+        self, size: tuple[int, int], start: bytes | None, hole: bytes | None, limits: Limits
+    ) -> ControlUpload:
+        """The unit's picture in the shape of those that are made; img2img's own and its mask where it has
+        none."""
         given = self.image.get("image") if isinstance(self.image, dict) else self.image
         given = given or self.input_image
-        content = start if given is None else decoded(str(given), "alwayson_scripts")
+        content = decoded(str(given), "alwayson_scripts") if given else start
         if content is None:
             raise _refused("image: a picture in base64")
+        how = RESIZE.get(_small(self.resize_mode))
+        if ALIASES.get((self.module or "none").lower()) == INPAINT:
+            drawn = self.image.get("mask") if isinstance(self.image, dict) else None
+            own = drawn or self.mask
+            hole = hole if own is None else decoded(str(own), "alwayson_scripts")
+            if hole is None:
+                raise _refused("mask: of inpaint_only, white where the picture is unknown")
+            return ControlUpload(_shaped(content, size, how, limits), _shaped(hole, size, how, limits))
         mask = self.effective_region_mask
-        content = _shaped(content, size, RESIZE.get(_small(self.resize_mode)), limits)
+        content = _shaped(content, size, how, limits)
         return ControlUpload(content, None if mask is None else decoded(mask, "alwayson_scripts"))
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's text-to-image task: `inputs` and `parameters` in, the picture's bytes out."""
+"""Hugging Face's text-to-image and image-to-image: `inputs` and `parameters` in, a picture's bytes out."""
 
 from __future__ import annotations
 
@@ -15,13 +15,21 @@ from darkroom.serve.api.shared import (
     body_of,
     choices,
     converted,
+    decoded,
     json_body,
     pngs_of,
     route_in,
     with_controls,
 )
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import MAX_SEED, MOST_CONTROLS, AdapterChoice, ControlGiven, PictureRequest
+from darkroom.serve.request import (
+    MAX_SEED,
+    MOST_CONTROLS,
+    AdapterChoice,
+    ControlGiven,
+    PictureRequest,
+    Uploads,
+)
 
 PICTURE = {200: {"content": {kind: {} for kind in MEDIA_TYPES.values()}, "description": "the picture"}}
 
@@ -51,11 +59,16 @@ class TextToImage(BaseModel):
     parameters: HuggingFaceParameters = HuggingFaceParameters()
     options: dict[str, Any] = Field(default_factory=dict, description="taken and not used")
 
+    @property
+    def prompt(self) -> str:
+        """What to draw."""
+        return self.inputs
+
     def request(self) -> PictureRequest:
         """In the terms of the core."""
         parameters = self.parameters
         return PictureRequest(
-            prompt=self.inputs,
+            prompt=self.prompt,
             negative=parameters.negative_prompt,
             seed=parameters.seed,
             width=parameters.width,
@@ -68,6 +81,63 @@ class TextToImage(BaseModel):
         )
 
 
+class TargetSize(BaseModel):
+    """Of the picture that is made."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    width: int = Field(ge=8, le=8192)
+    height: int = Field(ge=8, le=8192)
+
+
+class ImageParameters(HuggingFaceParameters):
+    """The parameters of image-to-image."""
+
+    prompt: str = Field("", max_length=100_000)
+    strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False, description="how much to redo")
+    target_size: TargetSize | None = None
+
+
+class ImageToImage(TextToImage):
+    """A request of image-to-image."""
+
+    inputs: str = Field(description="the picture in base64")
+    parameters: ImageParameters = ImageParameters()
+
+    @property
+    def prompt(self) -> str:
+        """What to draw."""
+        return self.parameters.prompt
+
+    def request(self) -> PictureRequest:
+        """In the terms of the core."""
+        size = self.parameters.target_size
+        more: dict[str, Any] = {"strength": self.parameters.strength}
+        if size is not None:
+            more |= {"width": size.width, "height": size.height}
+        return super().request().model_copy(update=more)
+
+
+PICTURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF")
+"""How PNG, JPEG and WebP begin; in base64 below."""
+PICTURES_BASE64 = ("iVBORw0KGgo", "/9j/", "UklGR")
+
+
+async def _asked(request: Request) -> tuple[TextToImage, Uploads | None]:
+    """A request of either task. A picture comes in base64 with its parameters, or as it is without any."""
+    content = await request.body()
+    if content.startswith(PICTURES):
+        return ImageToImage(inputs=""), Uploads(content)
+    body = await json_body(request)
+    inputs = body.get("inputs") if isinstance(body, dict) else None
+    parameters = body.get("parameters") if isinstance(body, dict) else None
+    named = isinstance(parameters, dict) and "prompt" in parameters
+    if not named and not (isinstance(inputs, str) and inputs.startswith(PICTURES_BASE64)):
+        return TextToImage.model_validate(body), None
+    wanted = ImageToImage.model_validate(body)
+    return wanted, Uploads(await asyncio.to_thread(decoded, wanted.inputs, "inputs"))
+
+
 def huggingface_router(core: Core) -> APIRouter:
     """POST to the server's address, as `InferenceClient(URL)` does, or to `/models/NAME`."""
     route = route_in(core, lambda refused: {"error": refused.message, "code": refused.code})
@@ -75,9 +145,9 @@ def huggingface_router(core: Core) -> APIRouter:
 
     async def answer(request: Request, model: str | None) -> Response:
         """A picture of the prompt, in the type that the request accepts."""
-        wanted = TextToImage.model_validate(await json_body(request))
+        wanted, uploads = await _asked(request)
         kind = _accepted(request.headers.get("accept", ""))
-        uploads = await with_controls(wanted.parameters.controls)
+        uploads = await with_controls(wanted.parameters.controls, uploads)
         asked = wanted.request().model_copy(update={"model": model})
         jobs = await all_made(core, request, [asked], uploads=uploads)
         [png] = await pngs_of(core, jobs)

@@ -1,4 +1,4 @@
-"""OpenAI's Images dialect: generations, streamed or not, and models. Darkroom's own settings come on top."""
+"""OpenAI's Images dialect: generations, edits, variations, models; darkroom's own settings come on top."""
 
 from __future__ import annotations
 
@@ -102,9 +102,24 @@ class EditsRequest(ImagesRequest):
     input_fidelity: str | None = Field(None, max_length=20, description="taken and not used")
     strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False, description="how much to redo")
 
+    reference_net: str | None = Field(
+        None,
+        max_length=200,
+        description="the IP-Adapter that further pictures guide by; none: the first by name",
+    )
+    reference_weight: float = Field(
+        1.0, ge=-10, le=10, allow_inf_nan=False, description="how much further pictures count"
+    )
+
     def request(self) -> PictureRequest:
         """In the terms of the core."""
         return super().request().model_copy(update={"strength": self.strength})
+
+
+class VariationsRequest(EditsRequest):
+    """The fields of a variation besides its picture. It needs no prompt."""
+
+    prompt: str = Field("", max_length=100_000)
 
 
 def _size(text: str | None) -> tuple[int | None, int | None]:
@@ -130,11 +145,18 @@ def openai_router(core: Core) -> APIRouter:
         """Pictures of a prompt, as OpenAI's clients ask for them."""
         return await _answer(core, wanted, request, None, "image_generation")
 
-    @router.post("/images/edits", response_model=None, openapi_extra=EDITS_BODY)
+    @router.post("/images/edits", response_model=None, openapi_extra=_form_body(["image", "prompt"]))
     async def edits(request: Request) -> dict[str, Any] | StreamingResponse:
-        """Pictures that start from one: a multipart form with `image`, `prompt`, and perhaps `mask`."""
-        wanted, uploads = await _edit(request, core.limits)
+        """Pictures that start from one: a multipart form with `image`, `prompt`, and perhaps `mask`. Further
+        pictures (`image[]`) guide it by an IP-Adapter of the server's."""
+        wanted, uploads = await _edit(core, request, EditsRequest)
         return await _answer(core, wanted, request, uploads, "image_edit")
+
+    @router.post("/images/variations", response_model=None, openapi_extra=_form_body(["image"]))
+    async def variations(request: Request) -> dict[str, Any] | StreamingResponse:
+        """Pictures like one: a multipart form with `image`."""
+        wanted, uploads = await _edit(core, request, VariationsRequest)
+        return await _answer(core, wanted, request, uploads, "image_variation")
 
     @router.get("/models")
     async def models() -> dict[str, Any]:
@@ -149,53 +171,65 @@ def openai_router(core: Core) -> APIRouter:
     return router
 
 
-EDITS_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["image", "prompt"],
-                    "properties": {
-                        "image": {"type": "string", "format": "binary"},
-                        "mask": {"type": "string", "format": "binary"},
-                        "prompt": {"type": "string"},
-                    },
-                }
-            }
-        },
-    }
-}
-FILES = {"image": "image", "image[]": "image", "mask": "mask"}
+def _form_body(required: list[str]) -> dict[str, Any]:
+    """The OpenAPI entry of a form with pictures."""
+    file = {"type": "string", "format": "binary"}
+    properties = {"image": file, "mask": file, "prompt": {"type": "string"}}
+    schema = {"type": "object", "required": required, "properties": properties}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
+
+
+IMAGES = ("image", "image[]")
 MOST_PARTS = 40
 
 
-async def _edit(request: Request, limits: Limits) -> tuple[EditsRequest, Uploads]:
+async def _edit(core: Core, request: Request, kind: type[EditsRequest]) -> tuple[EditsRequest, Uploads]:
     """A form as a request: its texts become the numbers that the fields are."""
+    texts, images, mask = await _form_of(request, core.limits)
+    controls = controls_of(texts.pop("controls", "[]"))
+    # Texts of a form: numbers may be given as such, unlike in JSON.
+    wanted = kind.model_validate_strings(texts).model_copy(update={"controls": controls})
+    if references := images[1:]:
+        core.card(wanted.model)  # 404 before its nets are looked at
+        net = wanted.reference_net or await core.reference_net(wanted.model)
+        if net is None:
+            message = "image: one picture; further ones need an IP-Adapter among the server's --controls"
+            raise Refused(422, "invalid_value", message, param="image")
+        more = [
+            ControlGiven(net=net, image=encoded(one), weight=wanted.reference_weight) for one in references
+        ]
+        wanted = wanted.model_copy(update={"controls": [*controls, *more]})
+    return wanted, Uploads(images[0], mask)
+
+
+async def _form_of(request: Request, limits: Limits) -> tuple[dict[str, str], list[bytes], bytes | None]:
+    """A form's texts, its pictures (at least one), and its mask."""
+    most = 1 + min(limits.controls, MOST_CONTROLS)
     try:
         # `controls` is a text with pictures inside: the bound on bodies holds for it, not Starlette's 1 MiB.
-        form = await request.form(max_files=2, max_fields=MOST_PARTS, max_part_size=limits.body_bytes)
+        bounds = {"max_files": MOST_PARTS, "max_fields": MOST_PARTS}
+        form = await request.form(**bounds, max_part_size=limits.body_bytes)
     except (OSError, MemoryError):  # a full disk or no memory for the parts is not the client's mistake
         raise
     except Exception as error:  # whatever a parser makes of hostile bytes
         raise Refused(400, "bad_request", "the body is no form that can be read") from error
     texts: dict[str, str] = {}
-    files: dict[str, bytes] = {}
+    images: list[bytes] = []
+    mask: bytes | None = None
     for name, value in form.multi_items():
         if isinstance(value, str):
             texts[name] = value
             continue
-        part = FILES.get(name)
-        if part is None or part in files:
-            raise Refused(422, "unknown_field", f"{name[:100]}: one image and one mask", param=name[:100])
-        files[part] = await value.read()
-    if "image" not in files:
+        if name in IMAGES and len(images) < most:
+            images.append(await value.read())
+        elif name == "mask" and mask is None:
+            mask = await value.read()
+        else:
+            message = f"{name[:100]}: at most {most} images and one mask"
+            raise Refused(422, "unknown_field", message, param=name[:100])
+    if not images:
         raise Refused(422, "missing_field", "image: a picture to start from", param="image")
-    controls = controls_of(texts.pop("controls", "[]"))
-    # Texts of a form: numbers may be given as such, unlike in JSON.
-    wanted = EditsRequest.model_validate_strings(texts).model_copy(update={"controls": controls})
-    return wanted, Uploads(files["image"], files.get("mask"))
+    return texts, images, mask
 
 
 def _model(card: ModelCard) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -124,6 +125,14 @@ class Nets(Shelf):
                 self._note_trouble(file, message)
                 raise message from error
         return self._known[file]
+
+    def first_of(self, kind: str) -> str | None:
+        """The first net of a kind by name, of those that this model can use. May read configurations."""
+        for name in sorted(self.names()):
+            with suppress(DarkroomError):
+                if self.describe(name).kind == kind:
+                    return name
+        return None
 
     def check_room(self, names: Iterable[str]) -> None:
         """InputError where these nets together are more than may be in memory."""

@@ -47,6 +47,9 @@ def settings_of(request: PictureRequest) -> sample.GenerateSettings:
         negative=request.negative,
         seed=request.seed or 0,
         num=request.num,
+        variation_seed=request.variation_seed or 0,
+        variation_strength=request.variation_strength,
+        seed_size=request.seed_size,
         size=request.size,
         steps=request.steps,
         guidance=request.guidance,
@@ -55,11 +58,13 @@ def settings_of(request: PictureRequest) -> sample.GenerateSettings:
         eta=request.eta,
         karras=request.karras,
         exponential=request.exponential,
+        sigmas=request.sigmas,
         spacing=request.spacing,
         weighting=request.weighting,
         clip_skip=request.clip_skip,
         strength=request.strength,
         only_masked=request.only_masked,
+        masked_content=request.masked_content,
         hires=None if request.hires is None else sample.Hires(**request.hires.model_dump()),
     )
 

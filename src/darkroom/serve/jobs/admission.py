@@ -27,7 +27,7 @@ from darkroom.models.adapters.blocks import by_layer
 from darkroom.models.upscaler import Upscalers
 from darkroom.picture_settings import DEFAULT_STEPS, PLAIN_UPSCALERS
 from darkroom.sample.adapters import Tag, read_tags
-from darkroom.sample.control import MAPS, find_map
+from darkroom.sample.control import MAPS, check_mask_of, find_map
 from darkroom.sample.generate import check_parts
 from darkroom.sample.inputs import check_mask, masked_box, read_mask, upright
 from darkroom.sample.prompt_schedule import readings
@@ -63,14 +63,17 @@ MOST_PARTS = 256
 """Of all texts that a prompt is at one step or another (AND, [a|b]): encoding them is in no job's work."""
 
 
+LATER = (
+    *("hires", "controls", "only_masked", "exponential", "model"),
+    *("sigmas", "variation_seed", "variation_strength", "seed_width", "seed_height", "masked_content"),
+)
+"""Fields that came after the first ones."""
+
+
 def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
     """The same for the same body: what makes sending a job twice harmless."""
     # What is not said is left out where it came later: the digests of jobs kept before stay theirs.
-    later = {
-        name
-        for name in ("hires", "controls", "only_masked", "exponential", "model")
-        if getattr(request, name) in (None, ())
-    }
+    later = {name for name in LATER if getattr(request, name) == PictureRequest.model_fields[name].default}
     values = request.model_dump(mode="json", exclude=later)
     for adapter in values["adapters"]:
         for name in ("text_weight", "blocks"):
@@ -225,8 +228,13 @@ def check_shape(
             raise InputError("only_masked without a mask")
     except InputError as error:
         raise Refused(422, "invalid_value", say(error), param="mask") from error
-    if request.seed is not None and request.seed + request.num - 1 > MAX_SEED:
-        raise Refused(422, "over_limit", f"seed: at most {MAX_SEED} for the last picture", param="seed")
+    for name in ("seed", "variation_seed"):
+        if (getattr(request, name) or 0) + request.num - 1 > MAX_SEED:
+            raise Refused(422, "over_limit", f"{name}: at most {MAX_SEED} for the last picture", param=name)
+    if request.masked_content is not None and mask is None:
+        raise Refused(
+            422, "invalid_value", "masked_content: only with a picture and its mask", param="masked_content"
+        )
     if image is not None and request.hires is not None:
         raise Refused(
             422, "invalid_value", "hires: not with a picture to start from; give a larger size", param="hires"
@@ -258,7 +266,8 @@ PARAMS = {
     "solver": "solver",
     "eta": "eta",
     "Karras": "karras",
-    "Exponential": "exponential",
+    "exponential": "exponential",
+    "sigmas": "sigmas",
     "spacing": "spacing",
     "timestep": "spacing",
     "seed": "seed",
@@ -483,8 +492,7 @@ def check_map(name: str) -> None:
 def _check_control(nets: Nets, choice: ControlChoice, pictures: ControlUpload, shape: Shape) -> None:
     check_map(choice.map)
     known = nets.describe(choice.net)
-    if pictures.mask is not None and known.kind != "ip-adapter":
-        raise InputError(f"a mask for {known.kind} '{choice.net}'", allowed="masks of IP-Adapters")
+    check_mask_of(choice.map, known.kind, choice.net, has_mask=pictures.mask is not None)
     for one in filter(None, (shape, shape.larger)):
         if one.width % known.size_unit or one.height % known.size_unit:
             raise InputError(

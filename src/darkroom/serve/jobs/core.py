@@ -59,8 +59,6 @@ class Core:
     """One server's jobs. Its coroutines belong to the event loop that `start` was called in."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        if settings.shared and settings.more_models:
-            raise InputError("several models with jobs that are shared", allowed="one model a server")
         self.settings, self.limits = settings, settings.limits_in_force
         self.metrics = Metrics()
         self.metrics.look(
@@ -124,7 +122,7 @@ class Core:
             {**fields, "precision": self.settings.precision, "backend": self.settings.backend}
         )
         try:
-            await self._take_up_all(opened)
+            await self._take_up_all()
         except Exception as error:
             self._broken("the jobs that were kept cannot be taken up", error)
             return
@@ -137,20 +135,20 @@ class Core:
         if not isinstance(error, InputError):  # a mistake is shown by who runs this, in one line
             LOG.error("%s: %s", why, type(error).__name__, exc_info=not isinstance(error, DarkroomError))
 
-    async def _take_up_all(self, opened: opening.LoadedModel) -> None:
+    async def _take_up_all(self) -> None:
         """A database or disk that cannot be read just now is waited for."""
         while True:
             try:
-                await self._begin_with_what_is_there(opened)
+                await self._begin_with_what_is_there()
                 return
             except (StorageError, OSError) as error:
                 LOG.warning("jobs that were kept cannot be read just now: %s", error)
                 self.why = "the jobs that were kept cannot be read just now"
                 await asyncio.sleep(TAKE_UP_RETRY_S)
 
-    async def _begin_with_what_is_there(self, opened: opening.LoadedModel) -> None:
+    async def _begin_with_what_is_there(self) -> None:
         if self.sharing is not None:
-            self.sharing.begin(opened.engine, opened.library, self._take_up, self._set_aside)
+            self.sharing.begin(self.pool, self._take_up, self._set_aside)
             self._loop.spawn(self.sharing.run())
             return
         await self._house.tidy()
@@ -316,7 +314,9 @@ class Core:
             shape = await self._shape(request, uploads)
             self._intake.check_work(self.pool, key, request.num, shape.whole_cost * request.num)
             seed = _seed() if request.seed is None else request.seed
-            request = request.model_copy(update={"seed": seed, "model": chosen})
+            other = _seed() if request.variation_seed is None else request.variation_seed
+            drawn = {"variation_seed": other} if request.variation_strength else {}
+            request = request.model_copy(update={"seed": seed, "model": chosen, **drawn})
             if self.settings.hooks:  # they see finished pictures only: a preview would get past them
                 request = request.model_copy(update={"previews": 0})
             arguments = (uid, self.settings.name, key, job_id or uid, digest, request, shape, uploads)
@@ -655,6 +655,14 @@ class Core:
         """The nets that a request may name."""
         opened = self._opened_or_any(model)
         return [] if opened is None or opened.nets is None else opened.nets.cards()
+
+    async def reference_net(self, model: str | None = None) -> str | None:
+        """The first IP-Adapter of the nets by name, which shows a model further pictures; None for none."""
+        opened = self._opened_or_any(model)
+        if opened is None or opened.nets is None:
+            return None
+        found: str | None = await self._loop.in_thread(opened.nets.first_of, "ip-adapter")
+        return found
 
     def embeddings(self, model: str | None = None) -> opening.Embeddings:
         """The textual inversions that prompts may name, and those that are for other models."""

@@ -63,11 +63,13 @@ def page_router(_: Core) -> APIRouter:
 def _solvers() -> bytes:
     """The solvers' names, as `options` has them, for the page's own code."""
     solvers = {name.lower(): solver for solver, name in options.A1111_NAMES.items()}
+    schedules = {name.lower(): sigmas for name, sigmas in options.A1111_SCHEDULES.items()}
     lines = [
         "// Made by the server. A1111's names in small letters: darkroom's, and the other way round.",
         f"export const SOLVERS = {json.dumps(solvers)};",
         f"export const SOLVER_NAMES = {json.dumps(options.A1111_NAMES)};",
         f"export const AUTOMATIC = {json.dumps(options.A1111_AUTOMATIC)};",
+        f"export const SCHEDULES = {json.dumps(schedules)};",
     ]
     return "\n".join(lines).encode()
 

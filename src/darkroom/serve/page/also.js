@@ -3,6 +3,12 @@ import { $, make } from "./common.js";
 
 const SAYS = {
   karras: (on) => (on ? "Karras sigmas" : "no Karras sigmas"),
+  variation_seed: (seed) => `variation seed ${seed}`,
+  variation_strength: (share) => `variation strength ${share}`,
+  seed_width: (side) => `noise of a picture ${side} wide`,
+  seed_height: (side) => `noise of a picture ${side} high`,
+  exponential: (on) => (on ? "exponential sigmas" : "no exponential sigmas"),
+  sigmas: (name) => `${name.replaceAll("_", " ")} sigmas`,
   spacing: (name) => `${name} timesteps`,
   eta: (share) => `eta ${share}`,
   guidance_rescale: (share) => `guidance rescale ${share}`,
@@ -10,7 +16,7 @@ const SAYS = {
   weighting: (syntax) => `weights as in ${syntax === "a1111" ? "A1111" : syntax}`,
   hires: ({ scale, strength, upscaler }) => `enlarged ${scale} times (${upscaler}), ${Math.round(strength * 100)} % redone`,
 };
-const NEUTRAL = { eta: 0, guidance_rescale: 0, clip_skip: 0, weighting: "none" };
+const NEUTRAL = { variation_strength: 0, eta: 0, guidance_rescale: 0, clip_skip: 0, weighting: "none" };
 
 export class Also {
   constructor(onChange) {
@@ -28,7 +34,8 @@ export class Also {
   }
 
   without(name) {
-    delete this.told[name];
+    const together = name.startsWith("seed_") ? ["seed_width", "seed_height"] : [name];
+    for (const one of together) delete this.told[one];
     this.show();
     this.onChange();
   }

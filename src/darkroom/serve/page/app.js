@@ -280,7 +280,7 @@ function showSheet() {
   const numbers = new Map(pictures.map((picture, i) => [picture.id, pictures.length - i]));
   $("sheet").replaceChildren(...found.map((picture) => {
     const item = there.get(picture.id) ?? frameOf(picture);
-    item.querySelector(".number").textContent = String(numbers.get(picture.id));
+    item.querySelector(".number").dataset.number = String(numbers.get(picture.id));
     return item;
   }));
   const all = pictures.length ? `${pictures.length} kept in this browser` : "";
@@ -336,7 +336,7 @@ async function takeUp(told) {
 }
 
 const LINKED = ["prompt", "negative", "width", "height", "steps", "guidance", "seed", "solver", "strength", "enlarge", "adapters",
-  "karras", "spacing", "eta", "guidance_rescale", "clip_skip", "weighting", "hires", "model"];
+  "variation_seed", "variation_strength", "seed_width", "seed_height", "karras", "exponential", "sigmas", "spacing", "eta", "guidance_rescale", "clip_skip", "weighting", "hires", "model"];
 
 /** A link that opens this page with settings in its form; pictures are not in it. */
 async function share(told) {

@@ -53,7 +53,7 @@ export class Controls {
       const [dropped] = event.dataTransfer?.files ?? [];
       if (dropped) { event.preventDefault(); this.take(unit, dropped); }
     });
-    const map = make("select", { id: `control-map-${i}` }, ...this.maps.map((name) => make("option", { value: name }, NAMES[name] ?? name)));
+    const map = make("select", { id: `control-map-${i}` }, ...this.maps.filter((name) => name !== "inpaint").map((name) => make("option", { value: name }, NAMES[name] ?? name)));
     map.value = unit.map;
     map.onchange = () => { unit.map = map.value; this.onChange(); this.preview(unit); };
     const item = make("li", {}, make("div", { className: "control-head" }, make("strong", { className: "clip" }, unit.net), gone), box,

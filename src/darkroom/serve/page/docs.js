@@ -42,7 +42,7 @@ function facts(part) {
   });
   if (!rows.length) return "";
   const head = make("tr", {}, ...["Field", "Type", "Meaning"].map((name) => make("th", { scope: "col" }, name)));
-  return make("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: "Fields of the body" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)));
+  return make("div", { className: "scroll", tabIndex: 0, role: "group", ariaLabel: "Fields of the body" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)));
 }
 
 let count = 0;

@@ -1,11 +1,11 @@
 // The settings that a PNG carries in its text chunks: darkroom's own, or A1111's.
 
-import { AUTOMATIC, SOLVERS } from "./solvers.js";
+import { AUTOMATIC, SCHEDULES, SOLVERS } from "./solvers.js";
 
 const UPSCALERS = { "latent": "latent", "latent (bilinear)": "latent", "lanczos": "lanczos" };
 // What A1111's text says that is restored, or that says nothing of the settings.
 const READ = new Set(["steps", "sampler", "schedule type", "cfg scale", "seed", "size", "model", "eta", "eta ddim", "rng", "clip skip",
-  "cfg rescale", "denoising strength", "hires upscale", "hires steps", "hires upscaler",
+  "cfg rescale", "denoising strength", "variation seed", "variation seed strength", "seed resize from", "hires upscale", "hires steps", "hires upscaler",
   "version", "model hash", "vae hash", "lora hashes", "ti hashes", "hashes", "user", "time taken"]);
 const TAG = /<lora:([^:<>]+)(?::([^:<>]*))?>/g;
 const SIGNATURE = [0x89, 0x50, 0x4e, 0x47, 0x0d, 0x0a, 0x1a, 0x0a];
@@ -102,10 +102,18 @@ function ofA1111(text) {
   const lost = Object.keys(facts).filter((name) => !READ.has(name)).map((name) => `${name} ${facts[name]}`.slice(0, 60));
   return {
     prompt: ours ? prompt.trim() : prompt.replace(TAG, " ").replace(/ {2,}/g, " ").trim(), negative: negative?.trim() ?? "",
+    variation_seed: number("variation seed"), variation_strength: number("variation seed strength"),
+    ...sides(facts["seed resize from"]),
     steps: number("steps"), guidance: number("cfg scale"), seed: facts.seed, model: facts.model,
     ...(ours ? {} : { adapters: tagged(prompt), weighting: "a1111" }),
     ...sampled(facts, number, lost), ...passes(facts, number, lost), lost,
   };
+}
+
+/** Of the picture whose noise is kept in the middle. */
+function sides(text) {
+  const [width, height] = (text ?? "").split("x").map(Number);
+  return width > 0 && height > 0 ? { seed_width: width, seed_height: height } : {};
 }
 
 function tagged(prompt) {
@@ -116,14 +124,16 @@ function sampled(facts, number, lost) {
   const name = (facts.sampler ?? "").toLowerCase();
   const plain = name.replace(/ karras$/, "");
   const type = (facts["schedule type"] ?? "").toLowerCase();
-  if (type && !["automatic", "uniform", "karras"].includes(type)) lost.push(`schedule ${type}`);
+  const spacing = { uniform: "linspace", "sgm uniform": "trailing" }[type];
+  if (type && type !== "automatic" && !spacing && !SCHEDULES[type]) lost.push(`schedule ${type}`);
   const solver = SOLVERS[plain] ?? (plain || undefined);
   const skip = number("clip skip");
   if (solver !== "ddim" && facts.eta !== undefined) lost.push(`eta ${facts.eta}`);
-  const sigmas = type === "automatic" ? AUTOMATIC[solver] : undefined;
-  if (sigmas === "exponential") lost.push("schedule exponential");
+  const sigmas = type === "automatic" ? AUTOMATIC[solver] : SCHEDULES[type];
+  const karras = plain !== name || sigmas === "karras";
   return {
-    solver, karras: plain !== name || type === "karras" || sigmas === "karras" || (type === "uniform" ? false : undefined),
+    solver, karras: karras || (spacing ? false : undefined), spacing,
+    sigmas: sigmas !== "karras" ? sigmas : undefined,
     eta: solver === "ddim" ? number("eta ddim") ?? number("eta") : undefined, guidance_rescale: number("cfg rescale"),
     clip_skip: skip === undefined ? undefined : Math.max(0, skip - 1), // A1111 counts the last layer as 1
   };
