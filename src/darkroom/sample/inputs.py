@@ -177,7 +177,7 @@ class StartPicture:
         pixels = to_pixels(image, size)
         if mask is None:
             return cls(Spread.of(backend, pixels))
-        filled = pixels if content != "fill" else to_pixels(filled_around(image, mask, size), size)
+        filled = pixels if content != "fill" else to_pixels(_filled_around(image, mask, size), size)
         whole = Spread.of(backend, filled)
         mask_11HW = to_mask(mask, size)
         small = torch.nn.functional.interpolate(mask_11HW, size=(size[1] // factor, size[0] // factor))
@@ -230,7 +230,7 @@ class Noise:
         kept = own if size == tuple(shape_CHW[1:]) else self.of_seed((shape_CHW[0], *size))
         if self.strength:
             other = torch.randn(kept.shape, generator=torch.Generator().manual_seed(self.other_seed))
-            kept = slerp(kept, other, self.strength)
+            kept = _slerp(kept, other, self.strength)
         return kept if kept.shape == own.shape else _with_middle(own, kept)
 
     def of_seed(self, shape_CHW: Sequence[int]) -> torch.Tensor:
@@ -238,7 +238,7 @@ class Noise:
         return torch.randn(tuple(shape_CHW), generator=torch.Generator().manual_seed(self.seed))
 
 
-def slerp(start_CHW: torch.Tensor, end_CHW: torch.Tensor, share: float) -> torch.Tensor:
+def _slerp(start_CHW: torch.Tensor, end_CHW: torch.Tensor, share: float) -> torch.Tensor:
     """Between two noises along the circle through them, each column (over H) by itself, as A1111 has it."""
     start, end = (one / torch.linalg.vector_norm(one, dim=1, keepdim=True) for one in (start_CHW, end_CHW))
     cosine = (start * end).sum(1, keepdim=True).clamp(-1, 1)
@@ -266,7 +266,7 @@ FILL_BLURS = ((256, 1), (64, 1), (16, 2), (4, 4), (2, 2), (0, 1))
 """Radius in pixels of each blur, and how often it is laid on."""
 
 
-def filled_around(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> Image.Image:
+def _filled_around(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> Image.Image:
     """A picture at a size, its masked part filled with the blurred colours around it (A1111's fill)."""
     image, mask = (one.resize(size, Image.Resampling.LANCZOS) for one in (image.convert("RGB"), mask))
     known = Image.new("RGBa", size)
