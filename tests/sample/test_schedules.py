@@ -17,11 +17,7 @@ from darkroom.options import A1111_SCHEDULES, SIGMAS
 from darkroom.sample import denoise
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Condition, Row
-<<<<<<< HEAD
-from darkroom.sample.schedule import Schedule, beta_quantiles
-=======
 from darkroom.sample.schedule import Schedule, _beta_quantiles
->>>>>>> cond
 
 SHAPE = (4, 8, 8)
 SD = {
@@ -152,15 +148,9 @@ def test_ddims_spacing_may_have_a_step_more_and_one_step_is_from_pure_noise() ->
 
 def test_quantiles_are_scipys() -> None:
     shares = np.linspace(0, 1, 101)
-<<<<<<< HEAD
-    assert beta_quantiles(shares) == pytest.approx(stats.beta.ppf(shares, 0.6, 0.6), abs=1e-12)
-    assert beta_quantiles(shares, 0.7) == pytest.approx(stats.beta.ppf(shares, 0.7, 0.7), abs=1e-12)
-    assert beta_quantiles(shares, 0.7) != pytest.approx(stats.beta.ppf(shares, 0.6, 0.6), abs=1e-3)
-=======
     assert _beta_quantiles(shares) == pytest.approx(stats.beta.ppf(shares, 0.6, 0.6), abs=1e-12)
     assert _beta_quantiles(shares, 0.7) == pytest.approx(stats.beta.ppf(shares, 0.7, 0.7), abs=1e-12)
     assert _beta_quantiles(shares, 0.7) != pytest.approx(stats.beta.ppf(shares, 0.6, 0.6), abs=1e-3)
->>>>>>> cond
 
 
 def test_the_schedules_are_the_trained_ones() -> None:

@@ -11,11 +11,7 @@ from PIL import Image, ImageFilter, ImageOps
 
 from darkroom.errors import InputError
 from darkroom.sample import generate
-<<<<<<< HEAD
-from darkroom.sample.inputs import Noise, filled_around
-=======
 from darkroom.sample.inputs import Noise, _filled_around
->>>>>>> cond
 from darkroom.sample.pictures import a1111_text, parse_a1111
 
 QUIET: dict[str, Any] = {"optimise": "none", "notice": lambda _: None, "steps": 3}
@@ -121,11 +117,7 @@ def test_fill_is_a1111s() -> None:
     for radius, repeats in [(256, 1), (64, 1), (16, 2), (4, 4), (2, 2), (0, 1)]:
         for _ in range(repeats):
             wanted.alpha_composite(known.filter(ImageFilter.GaussianBlur(radius)).convert("RGBA"))
-<<<<<<< HEAD
-    made = np.asarray(filled_around(start, mask, start.size)).astype(int)
-=======
     made = np.asarray(_filled_around(start, mask, start.size)).astype(int)
->>>>>>> cond
     assert np.abs(made - np.asarray(wanted.convert("RGB"))).max() <= 1
     outside = np.asarray(mask) == 0
     assert np.array_equal(made[outside], np.asarray(start)[outside])
@@ -144,11 +136,7 @@ def test_what_the_masked_part_starts_from(tiny) -> None:
     }
     plain = generate(tiny, "a red circle", **asked)[0]
     assert torch.equal(made["original"].latents, plain.latents)
-<<<<<<< HEAD
-    filled = generate(tiny, "a red circle", **{**asked, "image": filled_around(start, mask, (32, 32))})[0]
-=======
     filled = generate(tiny, "a red circle", **{**asked, "image": _filled_around(start, mask, (32, 32))})[0]
->>>>>>> cond
     assert torch.allclose(made["fill"].latents, filled.latents, atol=1e-4)
     names = list(made)
     for i, one in enumerate(names):

@@ -177,11 +177,7 @@ class StartPicture:
         pixels = to_pixels(image, size)
         if mask is None:
             return cls(Spread.of(backend, pixels))
-<<<<<<< HEAD
-        filled = pixels if content != "fill" else to_pixels(filled_around(image, mask, size), size)
-=======
         filled = pixels if content != "fill" else to_pixels(_filled_around(image, mask, size), size)
->>>>>>> cond
         whole = Spread.of(backend, filled)
         mask_11HW = to_mask(mask, size)
         small = torch.nn.functional.interpolate(mask_11HW, size=(size[1] // factor, size[0] // factor))
@@ -270,11 +266,7 @@ FILL_BLURS = ((256, 1), (64, 1), (16, 2), (4, 4), (2, 2), (0, 1))
 """Radius in pixels of each blur, and how often it is laid on."""
 
 
-<<<<<<< HEAD
-def filled_around(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> Image.Image:
-=======
 def _filled_around(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> Image.Image:
->>>>>>> cond
     """A picture at a size, its masked part filled with the blurred colours around it (A1111's fill)."""
     image, mask = (one.resize(size, Image.Resampling.LANCZOS) for one in (image.convert("RGB"), mask))
     known = Image.new("RGBa", size)

@@ -172,17 +172,10 @@ def exponential_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Ar
 
 def beta_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
     """Falling sigmas at the quantiles of a beta distribution, dense at both ends (Lee et al. 2024)."""
-<<<<<<< HEAD
-    return sigma_min + beta_quantiles(1 - np.linspace(0, 1, num_steps)) * (sigma_max - sigma_min)
-
-
-def beta_quantiles(shares: Array, a: float = 0.6) -> Array:
-=======
     return sigma_min + _beta_quantiles(1 - np.linspace(0, 1, num_steps)) * (sigma_max - sigma_min)
 
 
 def _beta_quantiles(shares: Array, a: float = 0.6) -> Array:
->>>>>>> cond
     """Quantiles of the beta distribution whose parameters both are `a`: its power series, bisected."""
     n = np.arange(60.0)
     series = np.cumprod(np.append(1.0, (n[1:] - a) / n[1:])) / (a + n)

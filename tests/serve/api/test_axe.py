@@ -16,10 +16,6 @@ import pytest
 from PIL import Image
 
 from darkroom import models
-<<<<<<< HEAD
-from needs import missing
-=======
->>>>>>> cond
 from serve.browser import ENTER, Browser
 from serve.conftest import SMALL, Server
 from serve.nets import steering, write_nets, write_network
@@ -48,11 +44,7 @@ def axe_source() -> str | None:
 def axe() -> str:
     source = axe_source()
     if source is None:
-<<<<<<< HEAD
-        missing("no axe-core here: pip install axe-core-python, or DARKROOM_AXE=axe.min.js")
-=======
         pytest.skip("no axe-core here: pip install axe-core-python, or DARKROOM_AXE=axe.min.js")
->>>>>>> cond
     return source
 
 
@@ -143,10 +135,7 @@ def walk(page: Browser, server: Server, folder: Path) -> Steps:
         page.set("#width", 33)
         page.key("Enter", ENTER, control=True)
         page.until("document.querySelector('#problem').textContent")
-<<<<<<< HEAD
-=======
         page.errors.clear()  # the browser notes the answer 422
->>>>>>> cond
 
     def mended() -> None:
         page.set("#width", 32)

@@ -11,10 +11,6 @@ import pytest
 from PIL import Image, ImageFilter
 
 from darkroom import sample
-<<<<<<< HEAD
-from needs import missing
-=======
->>>>>>> cond
 from serve.conftest import Server, difference
 from serve.nets import steering, write_nets
 
@@ -33,11 +29,7 @@ def nets(small, tmp_path_factory) -> Path:
 def api(nets, model_folder, adapter_folder, tmp_path_factory) -> Iterator[Any]:
     """The package's client of a server that has adapters and nets."""
     if find_spec("webuiapi") is None:
-<<<<<<< HEAD
-        missing("no webuiapi here: pip install webuiapi")
-=======
         pytest.skip("no webuiapi here: pip install webuiapi")
->>>>>>> cond
     import webuiapi
 
     state = tmp_path_factory.mktemp("webuiapi") / "state"
