@@ -278,8 +278,8 @@ def table() -> str:
     lines.append(f"| `algo` | `adapter.kind` | {', '.join(f'{a}: {k}' for a, k in ALGORITHMS.items())} |")
     lines.append(f"| `preset` | `adapter.targets` | {', '.join(PRESETS)}; of lycoris.kohya, which has full |")
     lines.append(
-        "| `down_lr_weight`, `mid_lr_weight`, `up_lr_weight` | `optim.layers[].lr_scale` | 12, 1, 12 numbers, "
-        "of SD 1.x and 2.x |"
+        "| `down_lr_weight`, `mid_lr_weight`, `up_lr_weight` | `optim.layers[].lr_scale` | "
+        "12, 1, 12 numbers, of SD 1.x and 2.x |"
     )
     lines.append(
         "| `block_dims`, `block_alphas` | `adapter.rank_pattern`, `adapter.alpha_pattern` | 25 numbers, "
