@@ -476,7 +476,7 @@ def test_more_class_pictures_than_others_come_no_more_often(tmp_path: Path, fold
     ("text", "message"),
     [
         ('optimizer_type = "DAdaptSGD"', "optimizer_type: 'DAdaptSGD' is not known here; allowed: adamw, "),
-        ('lr_scheduler = "polynomial"', "lr_scheduler: 'polynomial' is not known here"),
+        ('lr_scheduler = "inverse_sqrt"', "lr_scheduler: 'inverse_sqrt' is not known here"),
         ('resolution = "512,768"', "resolution: 512,768: width and height differ"),
         ('network_module = "networks.dylora"', "network_module: 'networks.dylora'; allowed: networks.lora"),
         (
