@@ -298,5 +298,5 @@ def test_the_page_has_the_solvers_that_the_server_has(run_http):
     for name, solver in json.loads(told["SOLVERS"]).items():
         assert options.parse_solver(name) == (solver, None)
     assert made.headers["content-type"].startswith("text/javascript")
-    assert 'import { AUTOMATIC, SOLVERS } from "./solvers.js";' in reader.text
+    assert 'import { AUTOMATIC, SCHEDULES, SOLVERS } from "./solvers.js";' in reader.text
     assert "dpmpp_2m" not in reader.text
