@@ -395,8 +395,9 @@ def test_the_lock_resolves_to_wheels_on_every_system(uv, pins, system, python):
 def test_tests_of_one_group_run_in_one_process(tmp_path):
     """What `--dist loadgroup` promises; pytest 9.2 with xdist 3.8 broke it without a word: two Rays ran."""
     lines = ["import os, pytest, time"]
-    for name, mark in (("together", "@pytest.mark.xdist_group('one')\n"), ("apart", "")):
-        body = f"    time.sleep(0.05)\n    open({str(tmp_path / name)!r}, 'a').write(f'{{os.getpid()}}\\n')"
+    # The group is short, so that its process takes some of the others too.
+    for name, mark, s in (("together", "@pytest.mark.xdist_group('one')\n", 0.0), ("apart", "", 0.3)):
+        body = f"    time.sleep({s})\n    open({str(tmp_path / name)!r}, 'a').write(f'{{os.getpid()}}\\n')"
         lines.append(f"{mark}@pytest.mark.parametrize('i', range(8))\ndef test_{name}(i):\n{body}")
     (tmp_path / "test_groups.py").write_text("\n".join(lines) + "\n")
     options = ["-n", "2", "--dist", "loadgroup", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
