@@ -400,8 +400,10 @@ def test_tests_of_one_group_run_in_one_process(tmp_path):
         body = f"    time.sleep({s})\n    open({str(tmp_path / name)!r}, 'a').write(f'{{os.getpid()}}\\n')"
         lines.append(f"{mark}@pytest.mark.parametrize('i', range(8))\ndef test_{name}(i):\n{body}")
     (tmp_path / "test_groups.py").write_text("\n".join(lines) + "\n")
-    options = ["-n", "2", "--dist", "loadgroup", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
+    options = ["-p", "xdist", "-n", "2", "--dist", "loadgroup", "-q", "-p", "no:cacheprovider"]
+    options.append(f"--rootdir={tmp_path}")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    clean["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # schemathesis and others take seconds to import
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(tmp_path)], capture_output=True, text=True, env=clean
     )

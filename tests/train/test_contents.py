@@ -43,6 +43,10 @@ def store_of(folder: Path, path: Path) -> Path:
     return path
 
 
+class Killed(Exception):
+    """A run is over after the checkpoint under way."""
+
+
 def go(recipe: Recipe, run: Path, until: int | None = None) -> list[str]:
     """Train, as if killed after a step where one is given; what was said."""
     said: list[str] = []
@@ -50,11 +54,11 @@ def go(recipe: Recipe, run: Path, until: int | None = None) -> list[str]:
     def hear(line: str) -> None:
         said.append(line)
         if until is not None and line.startswith(f"step {until}/"):
-            raise KeyboardInterrupt
+            raise Killed
 
     try:
         train(recipe, out=run, console=hear)
-    except KeyboardInterrupt:
+    except Killed:
         assert until is not None
     return said
 

@@ -20,7 +20,7 @@ from darkroom.errors import RecipeError, StoreError
 from darkroom.run import Run
 from darkroom.train import run as start
 from darkroom.train.data.precomputed import settled
-from darkroom.train.distributed import launch, ranks
+from darkroom.train.distributed import ranks
 from darkroom.train.run import train
 from darkroom.train.setup import make_job
 
@@ -164,7 +164,7 @@ def test_on_windows_ranks_meet_without_libuv(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_process_that_windows_ended_is_lost_and_not_silent() -> None:
     """Its exit code is no signal's: an access violation had neither a message nor a name."""
-    said = launch._why({1: SimpleNamespace(exitcode=0xC0000005)})
+    said = ranks._why({1: SimpleNamespace(exitcode=0xC0000005)})
     assert "rank 1 was lost: ended by error 0xc0000005 of Windows; the others were stopped" in str(said)
-    told = launch._why({1: SimpleNamespace(exitcode=2)})
+    told = ranks._why({1: SimpleNamespace(exitcode=2)})
     assert (str(told), told.exit_code) == ("", 2)
