@@ -58,6 +58,7 @@ def test_every_card_asked_for_is_there_with_a_source(name):
         ("Quadro RTX 6000", "RTX 6000"),
         ("NVIDIA TITAN RTX", "TITAN RTX"),
         ("AMD Instinct MI300X", "MI300X"),
+        ("Radeon 7900 XTX", "RX 7900 XTX"),
         ("a10g", "A10G"),
         ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
         ("A100-SXM-80GB", "A100-SXM4-80GB"),

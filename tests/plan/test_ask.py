@@ -649,12 +649,29 @@ def test_cards_of_so_much_memory_are_compared_and_prices_chosen(capsys):
     assert "verda" in err
 
 
+def test_what_is_of_nvidia_is_said_of_its_cards_alone(capsys):
+    for name, runs in (("A100-80", True), ("Apple M2", False), ("Arc A770", False), ("MI300X", False)):
+        (plan,) = plan_of(capsys, "--gpu", name, "--software", "tensorrt")
+        assert any(note.startswith("TensorRT does not run on") for note in plan["notes"]) != runs, name
+        out = told(capsys, *PICTURES[:-1], "--gpu", name)[1]
+        assert ("for CUDA and fragments" in out, "for the driver and fragments" in out) == (runs, not runs)
+
+
+def test_seconds_of_reading_are_rounded(capsys, recipe):
+    _, out, _ = told(capsys, recipe, "--gpu", "A100-80")
+    read = re.search(r"reading meanwhile, hidden: (\S+) s a step", out)
+    assert read is not None
+    assert len(read[1]) < 9
+
+
 def test_cards_are_compared_by_name_and_counts_are_read(capsys):
     found = plan_of(capsys, "--gpu", "T4, A100-80,T4", "--price", "1")
     assert sorted(plan["device"] for plan in found) == ["A100-SXM4-80GB", "T4"]
     assert [plan["cost"]["usd"] for plan in found] == sorted(plan["cost"]["usd"] for plan in found)
     for name, said in (
         ("8 x A100-80", "say --gpu 'A100-80' --count 8"),
+        ("RTX 4070 Laptop GPU", "a laptop's card has less memory"),
+        ("Core i7-1165G7", "processors are planned by their class: CPU AVX2, CPU AVX-512"),
         ("T4,here", "'here' stands by itself"),
         ("T4,Voodoo 2", "--gpu Voodoo 2; allowed: here, all, memory=12GB, or cards of hardware.csv"),
     ):

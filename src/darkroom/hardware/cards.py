@@ -19,6 +19,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 MAKES = ("", "tesla", "quadro", "instinct")
 _FORM = re.compile(r"(sxm\d?|pcie|oam|hbm\d?e?|\d+gb|generation)*")
+NVIDIA = ("Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell")
+"""Architectures that CUDA and TensorRT run on."""
 PRECISIONS = ("float32", "tf32", "fp16", "fp16_acc16", "bf16", "fp8", "int8")
 
 
@@ -234,7 +236,7 @@ def _column(precision: str) -> str:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"nvidia|amd|geforce|[^a-z0-9]", "", name.lower())
+    return re.sub(r"nvidia|amd|geforce|radeon|[^a-z0-9]", "", name.lower())
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from darkroom.bill import format_number
+from darkroom.hardware.cards import NVIDIA, find_card
 from darkroom.plan import intervals
 from darkroom.plan.jobs import Plan
 
@@ -83,7 +84,9 @@ def _room(plan: Plan) -> str:
         return ""
     if "process" in plan.memory_bytes:  # a CPU's: counted in the peak
         return f" of {gb(total)}"
-    return f" of {gb(total)}, {gb(total - usable)} of it for CUDA and fragments"
+    card = find_card(plan.device)
+    driver = "CUDA" if card is None or card.architecture in NVIDIA else "the driver"
+    return f" of {gb(total)}, {gb(total - usable)} of it for {driver} and fragments"
 
 
 def _extra(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -103,7 +106,7 @@ def _extra(plan: Plan) -> Iterator[tuple[str, str]]:
     }
     found = [
         labels[key].format(
-            value if ":" in labels[key] else format_number(value), between(plan.intervals.get(key))
+            value if "{:" in labels[key] else format_number(value), between(plan.intervals.get(key))
         )
         for key, value in plan.extra.items()
         if key in labels and value is not None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import InputError
-from darkroom.hardware.cards import Card, cards, find_card
+from darkroom.hardware.cards import NVIDIA, Card, cards, find_card
 from darkroom.hardware.prices import Price
 from darkroom.plan.counts import Profile, cache_folder
 from darkroom.plan.jobs import Plan, Where
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from darkroom.hardware.machine import Machine
 
 OTHER_MAKES = ("gaudi", "intel gaudi", "habana", "tpu", "trainium", "inferentia")
-NVIDIA = ("T4", "V100", "A", "L4", "RTX", "TITAN", "H", "GH", "B", "GB")  # how their cards' names begin
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def software_notes(target: Target, where: Where, software: Software) -> Iterator
     card, gpu = where.card, where.card.kind == "gpu"
     if SOFTWARE[target.software][1]:
         yield SOFTWARE[target.software][1]
-    if software.engine == "tensorrt" and not card.name.startswith(NVIDIA):
+    if software.engine == "tensorrt" and card.architecture not in NVIDIA:
         yield f"TensorRT does not run on {card.name}"
     if gpu and software.precision == "bf16" and "bf16" not in card.flops:
         yield f"{card.name} has no bf16 units: it computes in float32"
@@ -189,6 +188,11 @@ def chosen_cards(name: str) -> list[Card]:
         counted = re.fullmatch(r"(\d+)\s*[x*]\s*(.+)", name.strip(), re.IGNORECASE)
         if counted and find_card(counted[2]):
             mend = f"say --gpu '{counted[2]}' --count {counted[1]}"
+        elif re.search(r"laptop|mobile|max-?q", name, re.IGNORECASE):
+            mend = "a laptop's card has less memory and power than that of its name: compare --gpu memory=8GB"
+        elif re.search(r"\b(i[3579]|core|ryzen|xeon|epyc|threadripper)\b", name, re.IGNORECASE):
+            classes = (one.name for one in cards().values() if one.kind == "cpu")
+            mend = f"processors are planned by their class: {', '.join(classes)}"
         if name.lower().startswith(OTHER_MAKES):
             mend = "darkroom does not run on it, so its rates there are not known"
         allowed = "here, all, memory=12GB, or cards of hardware.csv, with commas between"
