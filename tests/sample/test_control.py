@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import save_file
+from test_from_pictures import pipeline_of as inpainting_of
 from test_generate import pipeline_of
 
 from darkroom import models
@@ -394,6 +395,48 @@ def test_an_inpainting_controlnet_reads_what_diffusers_gives_it(tiny: Model, tmp
     assert apart(drawn(tiny, controls=[Control(folder, picture())]), lone) >= 4  # nothing is unknown
     inverse = Image.eval(hole(), lambda value: 255 - value)
     assert apart(drawn(tiny, controls=[Control(folder, picture(), map="inpaint", mask=inverse)]), lone) >= 4
+
+
+@pytest.mark.parametrize("strength", [0.6, 1.0])
+@pytest.mark.parametrize("inpaints", [False, True])
+def test_a_net_in_inpainting_is_diffusers(
+    tiny: Model, tmp_path: Path, inpaints: bool, strength: float
+) -> None:
+    """An inpainting net, or any other, and the part outside the mask kept, in one picture."""
+    net = net_of(tiny, 5)
+    folder = saved(net, tmp_path / "net")
+    parts = inpainting_of(copy.deepcopy(tiny), "euler", "Inpaint").components
+    pipe = diffusers.StableDiffusionControlNetInpaintPipeline(
+        **parts, controlnet=net, requires_safety_checker=False
+    )
+    pipe.set_progress_bar_config(disable=True)
+    common: dict[str, Any] = {"image": picture(1), "strength": strength}
+    reference = pipe(
+        PROMPT,
+        mask_image=hole(),
+        control_image=with_hole(picture(1)) if inpaints else picture(2),
+        controlnet_conditioning_scale=1.0,
+        num_inference_steps=5,
+        guidance_scale=4.0,
+        height=SIZE[1],
+        width=SIZE[0],
+        generator=torch.Generator().manual_seed(3),
+        output_type="latent",
+        **common,
+    ).images[0]
+
+    def differs(control: Control) -> float:
+        """Of the latents, over max(1, max|x|)."""
+        asked = {"size": None, "mask": hole(), "paste": False, "controls": [control], **common}
+        (made,) = generate(tiny, PROMPT, **{**SETTINGS, **asked})
+        return float((made.latents - reference).abs().max() / max(1, reference.abs().max()))
+
+    if inpaints:
+        assert differs(Control(folder, picture(1), map="inpaint", mask=hole())) <= 1e-4
+        assert differs(Control(folder, picture(1))) > 1e-2  # nothing is unknown
+    else:
+        assert differs(Control(folder, picture(2))) <= 1e-4
+        assert differs(Control(folder, picture(2), 0.0)) > 1e-2
 
 
 def test_a_net_of_kohyas_small_kind_is_called_by_its_name(tiny: Model, tmp_path: Path) -> None:

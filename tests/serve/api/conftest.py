@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from darkroom import models
 from needs import missing
 from serve.browser import CHROMIUM, Browser
-from serve.conftest import Server, free_port
+from serve.conftest import SMALL, Server, free_port
+from serve.nets import write_nets, write_network
 from serve.studio import reopened
 
 
@@ -24,6 +26,21 @@ def server(model_folder, adapter_folder, tmp_path_factory) -> Iterator[Server]:
     """A real server with adapters, without keys."""
     state = tmp_path_factory.mktemp("api") / "state"
     started = Server(model_folder, state, "--adapters", str(adapter_folder))
+    yield started.ready()
+    started.kill()
+
+
+@pytest.fixture(scope="module")
+def studio_server(small, model_folder, adapter_folder, tmp_path_factory) -> Iterator[Server]:
+    """A real server with all that the page has a field for: two models, adapters, nets, an upscaler."""
+    folder = tmp_path_factory.mktemp("studio")
+    models.save(models.create("tiny", seed=2, overrides=SMALL), folder / "other")
+    (folder / "nets").mkdir()
+    write_nets(folder / "nets", small, small)
+    (folder / "upscalers").mkdir()
+    write_network(folder / "upscalers" / "4x_soft.safetensors")
+    told = ("--adapters", adapter_folder, "--controls", folder / "nets", "--upscalers", folder / "upscalers")
+    started = Server(model_folder, folder / "state", str(folder / "other"), *map(str, told))
     yield started.ready()
     started.kill()
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from darkroom import models
 from serve.browser import ENTER, Browser
-from serve.conftest import SMALL, Server
-from serve.nets import steering, write_nets, write_network
+from serve.conftest import Server
+from serve.nets import steering
 from serve.studio import DONE, expose
 
 PACKAGES = ("axe_core_python", "axe_playwright_python", "axe_selenium_python")
@@ -49,18 +48,8 @@ def axe() -> str:
 
 
 @pytest.fixture(scope="module")
-def server(small, model_folder, adapter_folder, tmp_path_factory) -> Iterator[Server]:
-    """A real server with all that the page has a field for."""
-    folder = tmp_path_factory.mktemp("axe")
-    models.save(models.create("tiny", seed=2, overrides=SMALL), folder / "other")
-    (folder / "nets").mkdir()
-    write_nets(folder / "nets", small, small)
-    (folder / "upscalers").mkdir()
-    write_network(folder / "upscalers" / "4x_soft.safetensors")
-    told = ("--adapters", adapter_folder, "--controls", folder / "nets", "--upscalers", folder / "upscalers")
-    started = Server(model_folder, folder / "state", str(folder / "other"), *map(str, told))
-    yield started.ready()
-    started.kill()
+def server(studio_server: Server) -> Server:
+    return studio_server
 
 
 def violations(page: Browser, axe: str) -> list[str]:

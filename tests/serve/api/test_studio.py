@@ -5,37 +5,24 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from darkroom import models
 from darkroom.sample.control import MAPS
 from serve.browser import ENTER, Browser
-from serve.conftest import SMALL, Server
-from serve.nets import steering, write_nets, write_network
+from serve.conftest import Server
+from serve.nets import steering
 from serve.studio import DONE, expose, reopened, sheet
 
 UP = 38
 
 
 @pytest.fixture(scope="module")
-def server(small, model_folder, adapter_folder, tmp_path_factory) -> Iterator[Server]:
-    """A real server with two models, adapters, nets and an upscaler."""
-    folder = tmp_path_factory.mktemp("studio")
-    other = models.create("tiny", seed=2, overrides=SMALL)
-    models.save(other, folder / "other")
-    (folder / "nets").mkdir()
-    write_nets(folder / "nets", small, small)
-    (folder / "upscalers").mkdir()
-    write_network(folder / "upscalers" / "4x_soft.safetensors")
-    told = ("--adapters", adapter_folder, "--controls", folder / "nets", "--upscalers", folder / "upscalers")
-    started = Server(model_folder, folder / "state", str(folder / "other"), *map(str, told))
-    yield started.ready()
-    started.kill()
+def server(studio_server: Server) -> Server:
+    return studio_server
 
 
 def newest(server: Server) -> dict[str, Any]:
