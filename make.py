@@ -56,9 +56,8 @@ Line = tuple[tuple[str, ...], dict[str, str]]  # arguments of pytest, and what i
 PYTEST: dict[str, list[Line]] = {
     "test": [(("-n", "2", "--dist", "loadgroup", "-m", "not nightly", "--durations", "10"), {})],
     "check": [(("-n", "2", "--dist", "loadgroup", "-m", "not nightly"), {})],
-    # Three on two cores: clusters, servers and killed runs wait a quarter of their time.
     "nightly": [
-        (("-n", "3", "--dist", "loadgroup", "-m", "nightly", "--durations", "20"), {}),
+        (("-n", "2", "--dist", "loadgroup", "-m", "nightly", "--durations", "20"), {}),
         (("-n", "2", "tests/sample", "tests/measure", "tests/serve", "-m", "not nightly"), AVX2),
     ],
 }

@@ -221,7 +221,9 @@ class Diffusion:
         if self._extras is not None and self._extras.routes:
             inputs["draw_bits"] = to_device(draw_bits(u_B), device)
         if "perturbation" in drawn:
-            inputs["perturbation"] = drawn["perturbation"] * drawn.get("perturbation_strength", 1.0)
+            inputs["perturbation"] = drawn["perturbation"]
+        if "perturbation_strength" in drawn:
+            inputs["perturbation"] = inputs["perturbation"] * drawn["perturbation_strength"]
         inputs |= self._text(columns, device)
         if self.model.is_sdxl:
             target = (
