@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from darkroom.serve.engine.adapters import Library
     from darkroom.serve.engine.nets import Nets
     from darkroom.serve.engine.pool import ModelPool
+    from darkroom.serve.shared_queue import Backlog
 
 
 T = TypeVar("T")
@@ -585,9 +586,9 @@ class Intake:
         """429 where the key comes too often."""
         self._rates.take(key, num=jobs)
 
-    def check_room(self, pool: ModelPool, key: str, num: int, others: Counter[str] | None = None) -> None:
-        """429 where the queue is full; `others` wait for any server, by key."""
-        others = others or Counter()
+    def check_room(self, pool: ModelPool, key: str, num: int, backlog: Backlog | None = None) -> None:
+        """429 where the queue is full, with what waits for any server."""
+        others: Counter[str] = Counter() if backlog is None else backlog.pictures
         waiting = pool.waiting() + self._reserved.total() + others.total()
         mine = pool.waiting(key) + self._reserved[key] + others[key]
         for there, most, whose in (
@@ -600,11 +601,19 @@ class Intake:
                 message = f"{there} pictures wait already{owner(key) if whose else ''}"
                 raise Refused(429, "queue_full", message, retry_after_s=after_s)
 
-    def check_work(self, pool: ModelPool, key: str, num: int, cost: float) -> None:
-        """429 where the work that waits would take too long with this job's `cost` on top; alone it may."""
+    def check_work(
+        self, pool: ModelPool, key: str, num: int, cost: float, backlog: Backlog | None = None
+    ) -> None:
+        """429 where the work that waits would take too long with this job's `cost` on top; alone it may.
+
+        What waits for any server is drawn by all that are there, each taken to be as fast as this one.
+        """
         limits = self._limits
         for whose, most_s in ((None, limits.queue_s), (key, limits.queue_s * limits.queue_share_of(key))):
             waiting = pool.waiting_cost(whose)
+            if backlog is not None:
+                others = backlog.work.total() if whose is None else backlog.work[whose]
+                waiting += others / backlog.servers
             waiting_s, own_s = pool.seconds_for(waiting), pool.seconds_for(cost)
             if not waiting or waiting_s is None or own_s is None or waiting_s + own_s <= most_s:
                 continue

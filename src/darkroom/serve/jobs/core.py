@@ -7,7 +7,6 @@ import logging
 import secrets
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,7 @@ from darkroom.serve.loop import Loop
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import Event, Job, PictureRequest, StoredPicture, Uploads
 from darkroom.serve.settings import ServeSettings
-from darkroom.serve.shared_queue import Sharing, open_sharing, open_stores
+from darkroom.serve.shared_queue import Backlog, Sharing, open_sharing, open_stores
 from darkroom.serve.traces import Traces
 
 if TYPE_CHECKING:
@@ -281,9 +280,9 @@ class Core:
         self._intake.check_room(self.pool, key, num, self._backlog())
         self._intake.check_rate(key, len(new))
 
-    def _backlog(self) -> Counter[str] | None:
-        """Pictures that wait for any server, by key."""
-        return None if self.sharing is None else self.sharing.backlog.pictures
+    def _backlog(self) -> Backlog | None:
+        """What waits for any server."""
+        return None if self.sharing is None else self.sharing.backlog
 
     async def _submit(
         self,
@@ -312,7 +311,8 @@ class Core:
         uid = uuid.uuid4().hex
         with self._intake.reserved(key, request.num):
             shape = await self._shape(request, uploads)
-            self._intake.check_work(self.pool, key, request.num, shape.whole_cost * request.num)
+            cost = shape.whole_cost * request.num
+            self._intake.check_work(self.pool, key, request.num, cost, self._backlog())
             seed = _seed() if request.seed is None else request.seed
             other = _seed() if request.variation_seed is None else request.variation_seed
             drawn = {"variation_seed": other} if request.variation_strength else {}
