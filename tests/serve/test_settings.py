@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import typer.testing
@@ -12,7 +13,7 @@ from darkroom.cli.application import app
 from darkroom.errors import InputError
 from darkroom.serve.api.guard import make_key
 from darkroom.serve.engine.fairness import Entry, FairQueue
-from darkroom.serve.settings import KeyLimits, Limits
+from darkroom.serve.settings import KeyLimits, Limits, VertexRoutes
 
 BODY = {"prompt": "a red circle", "steps": 3, "seed": 3}
 NOTHING_SAID = dict.fromkeys(
@@ -160,6 +161,41 @@ def test_a_client_that_left_finds_its_picture_when_it_asks_again(run_http):
         return len((await http.get("/jobs")).json()["jobs"])
 
     assert run_http(scenario) == 1
+
+
+def kserve(*prompts: str) -> dict[str, Any]:
+    tensor = {"name": "prompt", "datatype": "BYTES", "shape": [len(prompts)], "data": prompts}
+    return {"inputs": [tensor], "parameters": {"steps": 1, "seed": 5}}
+
+
+def predict(*prompts: str) -> dict[str, Any]:
+    instances = [{"prompt": prompt} for prompt in prompts]
+    return {"instances": instances, "parameters": {"num_inference_steps": 1, "seed": 5}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "routes"),
+    [
+        ("/v2/models/small/infer", kserve, None),
+        ("/predict", predict, VertexRoutes(health="/health", predict="/predict", port=8080)),
+    ],
+)
+def test_an_idempotency_key_with_more_or_fewer_prompts_is_a_conflict(run_http, path, body, routes):
+    """Each prompt is a job: those of both bodies were found again, and the others drawn."""
+
+    async def scenario(core, http):
+        bodies = body("cat", "dog"), body("cat", "dog"), body("cat"), body("cat", "dog", "cow")
+        told = {"Idempotency-Key": "order 66"}
+        answers = [await http.post(path, json=one, headers=told) for one in bodies]
+        key = "local" if routes is None else "platform"
+        return answers, len(await core.jobs(key=key))
+
+    (first, same, fewer, more), jobs = run_http(scenario, vertex=routes)
+    assert first.status_code == 200
+    assert same.json() == first.json()
+    for other in (fewer, more):
+        assert (other.status_code, other.json().get("code")) == (409, "conflict")
+    assert jobs == 2
 
 
 def test_an_idempotency_key_holds_in_a1111s_api_and_its_job_is_one_of_that_api(run_http):

@@ -12,7 +12,7 @@ import re
 import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -71,8 +71,11 @@ LATER = (
 """Fields that came after the first ones."""
 
 
-def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
-    """The same for the same body: what makes sending a job twice harmless."""
+def digest_of(
+    request: PictureRequest, uploads: Uploads | None, together: Sequence[PictureRequest] = ()
+) -> str:
+    """The same for the same body, of which several requests are `together`: what makes sending a job twice
+    harmless."""
     # What is not said is left out where it came later: the digests of jobs kept before stay theirs.
     later = {name for name in LATER if getattr(request, name) == PictureRequest.model_fields[name].default}
     values = request.model_dump(mode="json", exclude=later)
@@ -85,6 +88,8 @@ def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
         digest.update(hashlib.sha256(part or b"").digest())
     for part in itertools.chain.from_iterable(uploads.controls if uploads is not None else ()):
         digest.update(hashlib.sha256(part or b"").digest())
+    for one in together if len(together) > 1 else ():
+        digest.update(bytes.fromhex(digest_of(one, None)))
     return digest.hexdigest()
 
 

@@ -246,15 +246,16 @@ class Core:
         key: str,
         job_id: str | None = None,
         uploads: Uploads | None = None,
-        counted: bool = False,
+        together: Sequence[PictureRequest] = (),
     ) -> Job:
         """Accept a job for good: from here on it survives the process. `Refused` where it is not served.
 
-        The same id with the same body gives the job that there is; with another body it is a conflict. With
-        `counted` it is one of those that `check_together` let in.
+        The same id with the same body gives the job that there is; with another body it is a conflict.
+        `together` are the requests that it was sent with, itself among them: where there are several,
+        `check_together` let them in, and the body is all of them.
         """
         # A client that leaves meanwhile must not leave a job accepted in the store that nobody works on.
-        return await asyncio.shield(self._loop.spawn(self._submit(request, key, job_id, uploads, counted)))
+        return await asyncio.shield(self._loop.spawn(self._submit(request, key, job_id, uploads, together)))
 
     async def check_together(
         self, wanted: Sequence[PictureRequest], *, key: str, ids: Sequence[str] = ()
@@ -290,13 +291,13 @@ class Core:
         key: str,
         job_id: str | None,
         uploads: Uploads | None,
-        counted: bool,
+        together: Sequence[PictureRequest],
     ) -> Job:
         request, chosen = self._with_model(request)
         if uploads is None:
-            digest = admission.digest_of(request, None)
+            digest = admission.digest_of(request, None, together)
         else:
-            digest = await self._loop.in_thread(admission.digest_of, request, uploads)
+            digest = await self._loop.in_thread(admission.digest_of, request, uploads, together)
         if job_id is not None:
             admission.check_job_id(job_id)
             if (there := await self._there(key, job_id)) is not None:
@@ -306,7 +307,7 @@ class Core:
         admission.check_limits(request, self.limits, key)
         self._check_adapters(request)
         self._intake.check_room(self.pool, key, request.num, self._backlog())
-        if not counted:
+        if len(together) < 2:
             self._intake.check_rate(key)
         uid = uuid.uuid4().hex
         with self._intake.reserved(key, request.num):
