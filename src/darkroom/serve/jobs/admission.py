@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from darkroom.serve.engine.adapters import Library
     from darkroom.serve.engine.nets import Nets
     from darkroom.serve.engine.pool import ModelPool
+    from darkroom.serve.jobs.active import Lives
     from darkroom.serve.shared_queue import Backlog
 
 
@@ -585,6 +586,7 @@ class Intake:
         self._limits = limits
         self._rates = _rates_of(limits)
         self._reserved: Counter[str] = Counter()
+        self._reserved_bytes = 0
         self._line: list[Reservation] = []
 
     def check_rate(self, key: str, jobs: int = 1) -> None:
@@ -605,6 +607,24 @@ class Intake:
                 self._promise(Reservation(time.monotonic() + after_s, key, num, 0.0))
                 message = f"{there} pictures wait already{owner(key) if whose else ''}"
                 raise Refused(429, "queue_full", message, retry_after_s=after_s)
+
+    def check_uploads(self, pool: ModelPool, lives: Lives, uploads: Uploads | None) -> None:
+        """429 where the pictures that came with jobs would be too many bytes; those of one job never are."""
+        held = lives.uploads()
+        there = sum(held.values()) + self._reserved_bytes
+        if uploads is None or id(uploads) in held or not there:
+            return
+        too_many = there + uploads.num_bytes - self._limits.uploads_bytes
+        if too_many > 0:
+            cost = 0.0
+            for work in (live.work for live in lives):
+                if too_many <= 0:
+                    break
+                cost += work.shape.whole_cost * len(work.tickets)
+                too_many -= 0 if work.uploads is None else work.uploads.num_bytes
+            message = f"pictures of {there} bytes that came with jobs wait already"
+            message += f"; at most {self._limits.uploads_bytes} may"
+            raise Refused(429, "queue_full", message, retry_after_s=pool.seconds_for(cost) or UNMEASURED_S)
 
     def check_work(
         self, pool: ModelPool, key: str, num: int, cost: float, backlog: Backlog | None = None
@@ -665,12 +685,15 @@ class Intake:
         return last_s + (pool.seconds_for(work) or 0.0)
 
     @contextmanager
-    def reserved(self, key: str, num: int) -> Iterator[None]:
+    def reserved(self, key: str, num: int, uploads: Uploads | None = None) -> Iterator[None]:
         """Room in the queue for a job that is being written down."""
+        num_bytes = 0 if uploads is None else uploads.num_bytes
         self._reserved[key] += num
+        self._reserved_bytes += num_bytes
         try:
             yield
         finally:
+            self._reserved_bytes -= num_bytes
             self._reserved[key] -= num
             if not self._reserved[key]:
                 del self._reserved[key]

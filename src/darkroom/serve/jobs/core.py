@@ -307,10 +307,11 @@ class Core:
         admission.check_limits(request, self.limits, key)
         self._check_adapters(request)
         self._intake.check_room(self.pool, key, request.num, self._backlog())
+        self._intake.check_uploads(self.pool, self._lives, uploads)
         if len(together) < 2:
             self._intake.check_rate(key)
         uid = uuid.uuid4().hex
-        with self._intake.reserved(key, request.num):
+        with self._intake.reserved(key, request.num, uploads):
             shape = await self._shape(request, uploads)
             cost = shape.whole_cost * request.num
             self._intake.check_work(self.pool, key, request.num, cost, self._backlog())
@@ -680,7 +681,9 @@ class Core:
     def status(self) -> cards.Status:
         """The server as it is now."""
         trouble = self.trouble()
-        return cards.status(self.pool, self.state, trouble[1] if trouble else "", len(self._lives))
+        uploads_bytes = sum(self._lives.uploads().values())
+        why = trouble[1] if trouble else ""
+        return cards.status(self.pool, self.state, why, len(self._lives), uploads_bytes)
 
     async def used_today(self, key: str) -> int:
         """Pictures of a key accepted since 0:00 UTC."""
