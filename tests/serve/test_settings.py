@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 from typing import Any
 
 import pytest
 import typer.testing
+from PIL import Image
 
 from darkroom.cli import serving
 from darkroom.cli.application import app
@@ -85,6 +88,33 @@ def test_a_key_has_its_pictures_of_the_day_over_restarts_and_status_tells(run_ht
 
     run_http(first, key_file=keys, limits=limits)
     run_http(again, key_file=keys, limits=limits)
+
+
+def test_pictures_made_larger_count_among_those_of_the_day(run_http, tmp_path):
+    """They had been free, in any number."""
+    headers = {"Authorization": f"Bearer {make_key(tmp_path / 'keys.txt', 'alice')}"}
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    image = base64.b64encode(file.getvalue()).decode()
+    larger = {"upscaler_1": "Lanczos", "upscaling_resize": 2}
+
+    async def scenario(core, http):
+        async def post(path: str, **body: Any) -> tuple[int, int]:
+            answer = await http.post(f"/sdapi/v1/{path}", json={**larger, **body}, headers=headers)
+            status = (await http.get("/status", headers=headers)).json()
+            return answer.status_code, status["key"]["pictures_today"]
+
+        assert await post("extra-single-image", image=image) == (200, 1)
+        assert await post("extra-single-image", image=image, upscaler_1="None") == (200, 1)
+        assert await post("extra-single-image", image="none") == (422, 1)
+        assert await post("extra-batch-images", imageList=[{"data": image}] * 3) == (429, 1)
+        assert await post("extra-batch-images", imageList=[{"data": image}] * 4) == (422, 1)
+        assert await post("extra-batch-images", imageList=[{"data": image}] * 2) == (200, 3)
+        assert await post("extra-single-image", image=image) == (429, 3)
+        job = await http.post("/jobs", json=BODY, headers=headers)
+        assert (job.status_code, job.json()["error"]["code"]) == (429, "quota")
+
+    run_http(scenario, key_file=tmp_path / "keys.txt", limits=Limits(pictures_per_day=3))
 
 
 def test_a_key_of_three_shares_gets_three_times_the_work_while_others_wait():

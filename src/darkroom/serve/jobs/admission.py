@@ -14,7 +14,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -358,6 +358,9 @@ WORKED_ON = 32
 """Requests of a key whose pictures are worked on, or wait for that."""
 
 
+NOTHING: AbstractAsyncContextManager[None] = nullcontext()
+
+
 class Bench:
     """What is done to pictures outside of jobs: maps, upscaling, reading.
 
@@ -371,20 +374,28 @@ class Bench:
         self._turns: dict[str, asyncio.Lock] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="darkroom-bench")
 
-    async def do(self, key: str, work: Callable[[], T], pictures: int = 1) -> T:
-        """Its result; 429 where the key comes too often, or has too many here already."""
+    async def do(
+        self,
+        key: str,
+        work: Callable[[], T],
+        pictures: int = 1,
+        within: AbstractAsyncContextManager[None] = NOTHING,
+    ) -> T:
+        """Its result; 429 where the key comes too often, or has too many here already. What was let in is
+        done `within` that."""
         self._rates.take(key, num=pictures)
         if self._here[key] >= WORKED_ON:
             message = f"{WORKED_ON} requests wait already for work on their pictures{owner(key)}"
             raise Refused(429, "queue_full", message, retry_after_s=UNMEASURED_S)
         self._here[key] += 1
         try:
-            async with self._turns.setdefault(key, asyncio.Lock()):
+            async with within, self._turns.setdefault(key, asyncio.Lock()):
                 return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         finally:
             self._here[key] -= 1
             if not self._here[key]:
-                del self._here[key], self._turns[key]
+                del self._here[key]
+                self._turns.pop(key, None)
 
     def close(self) -> bool:
         """Begin nothing more; False while something goes on."""

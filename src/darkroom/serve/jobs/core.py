@@ -7,9 +7,9 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from darkroom.serve.engine.nets import NetCard
 
 
+T = TypeVar("T")
 LOG = logging.getLogger("darkroom.serve")
 SWEEP_S = 15.0
 SUSPECT = 3
@@ -689,6 +690,29 @@ class Core:
         """Pictures of a key accepted since 0:00 UTC."""
         used: int = await self._stored(self.store.usage(key))
         return used
+
+    async def upscaled(self, key: str, work: Callable[[], T], pictures: int) -> T:
+        """The result of work on the bench that makes pictures: they count as those of jobs do."""
+        per_day = self.limits.of_key(key).pictures_per_day
+        if per_day is not None and pictures > per_day:
+            message = f"at most {per_day} pictures in one request, not {pictures}"
+            raise Refused(422, "over_limit", message)
+        return await self.bench.do(key, work, pictures, self._counted(key, pictures, per_day))
+
+    @asynccontextmanager
+    async def _counted(self, key: str, num: int, per_day: int | None) -> AsyncIterator[None]:
+        """With so many more pictures used of the key's day; not where they are not made."""
+        now_s = time.time()
+        try:
+            await self._stored(self.store.use(key, num, now_s, per_day))
+        except OverQuota as error:
+            raise admission.over_quota(error, key) from error
+        try:
+            yield
+        except Exception:
+            with suppress(StorageError, OSError):
+                await asyncio.wrap_future(self.store.use(key, -num, now_s))
+            raise
 
     def _device_bytes(self) -> float:
         device = self.device

@@ -164,7 +164,7 @@ class JobStore:
         there = _find(connection, record.key, record.id)
         if there is not None:
             return there
-        _use(connection, record, per_day)
+        _use(connection, record.key, record.num, record.created_s, per_day)
         values = {**record.__dict__, "result": json.dumps(record.result)}
         try:
             with connection.begin_nested():
@@ -264,6 +264,13 @@ class JobStore:
         """Pictures of a key accepted today (UTC)."""
         return self.do(lambda connection: _used(connection, key, _day_of(time.time())))
 
+    def use(self, key: str, num: int, at_s: float, per_day: int | None = None) -> Future[None]:
+        """Count pictures that no job makes among a key's of that day; fewer than none takes them back.
+
+        OverQuota as in `accept`.
+        """
+        return self.do(lambda connection: _use(connection, key, num, at_s, per_day))
+
     def probe(self) -> Future[None]:
         """Write something, to see whether writing works."""
         return self.do(lambda c: c.execute(sql.update(JOBS).where(JOBS.c.uid == "").values(attempts=0)))
@@ -340,23 +347,23 @@ def _used(connection: sql.Connection, key: str, day: str) -> int:
     return int(connection.execute(query).scalar() or 0)
 
 
-def _use(connection: sql.Connection, record: Record, per_day: int | None) -> None:
-    """Count a job's pictures among its key's of the day, in the transaction that accepts it."""
-    day = _day_of(record.created_s)
-    of_day = sql.and_(USAGE.c.key == record.key, USAGE.c.day == day)
-    more = sql.update(USAGE).where(of_day).values(pictures=USAGE.c.pictures + record.num)
+def _use(connection: sql.Connection, key: str, num: int, at_s: float, per_day: int | None) -> None:
+    """Count pictures among a key's of the day; of a job's in the transaction that accepts it."""
+    day = _day_of(at_s)
+    of_day = sql.and_(USAGE.c.key == key, USAGE.c.day == day)
+    more = sql.update(USAGE).where(of_day).values(pictures=USAGE.c.pictures + num)
     if not connection.execute(more).rowcount:
         try:
             with connection.begin_nested():
-                row = {"key": record.key, "day": day, "pictures": record.num}
+                row = {"key": key, "day": day, "pictures": num}
                 connection.execute(sql.insert(USAGE).values(row))
-                old = _day_of(record.created_s - USAGE_DAYS * 86400)
+                old = _day_of(at_s - USAGE_DAYS * 86400)
                 connection.execute(sql.delete(USAGE).where(USAGE.c.day < old))
         except IntegrityError:  # another server was quicker
             connection.execute(more)
-    used = _used(connection, record.key, day)
+    used = _used(connection, key, day)
     if per_day is not None and used > per_day:
-        raise OverQuota(per_day, used - record.num)
+        raise OverQuota(per_day, used - num)
 
 
 def _open(url: str) -> sql.Engine:
