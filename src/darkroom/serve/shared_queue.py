@@ -53,7 +53,7 @@ class Sharing:
 
     def __init__(self, leases: Leases, lives: Lives, patience_s: float) -> None:
         self.leases, self._lives, self._patience_s = leases, lives, patience_s
-        self.backlog = Backlog(Counter(), Counter(), 0)
+        self.backlog = Backlog(Counter(), {}, 0)
         """What nobody works on, as of late."""
         self.claims = True
         """Whether more jobs are taken; not while the server is being stopped."""
@@ -78,7 +78,7 @@ class Sharing:
     def waits(self, record: Record) -> None:
         """A new job waits for a server whose turn it is."""
         self.backlog.pictures[record.key] += record.num
-        self.backlog.work[record.key] += record.work
+        self.backlog.work[record.key] = self.backlog.work.get(record.key, 0.0) + record.work
         self.backlog = self.backlog._replace(jobs=self.backlog.jobs + 1)
 
     def backlog_age_s(self) -> float:
@@ -220,7 +220,7 @@ class Backlog(NamedTuple):
 
     pictures: Counter[str]
     """By key."""
-    work: Counter[str]
+    work: dict[str, float]
     """By key: pixels x steps x evaluations."""
     jobs: int
     oldest_s: float | None = None
@@ -413,7 +413,7 @@ class Leases:
             rows = connection.execute(self._free(sql.select(*columns), now_s).group_by(JOBS.c.key)).all()
             return Backlog(
                 Counter({key: int(num) for key, num, *_ in rows}),
-                Counter({key: work for key, _, work, *_ in rows}),
+                {key: work for key, _, work, *_ in rows},
                 sum(jobs for *_, jobs, _ in rows),
                 min((oldest_s for *_, oldest_s in rows), default=None),
                 1 + len(self._held_elsewhere(connection, now_s)),
@@ -439,7 +439,7 @@ class Leases:
             """A job as any server sees it, with its place in the queue while it waits."""
             query = sql.select(JOBS, LEASES.c.owner, LEASES.c.steps_done, LEASES.c.steps_total)
             query = query.outerjoin(LEASES, LEASES.c.uid == JOBS.c.uid)
-            row = connection.execute(query.where(JOBS.c.key == key, JOBS.c.id == job_id)).first()
+            row = connection.execute(query.where(*self._store.called(key, job_id))).first()
             if row is None:
                 return None
             *_, owner, done, total = row

@@ -648,7 +648,7 @@ class Intake:
         for whose, most_s in ((None, limits.queue_s), (key, limits.queue_s * limits.queue_share_of(key))):
             waiting = pool.waiting_cost(whose)
             if backlog is not None:
-                others = backlog.work.total() if whose is None else backlog.work[whose]
+                others = sum(backlog.work.values()) if whose is None else backlog.work.get(whose, 0.0)
                 waiting += others / backlog.servers
             waiting_s, own_s = pool.seconds_for(waiting), pool.seconds_for(cost)
             if not waiting or waiting_s is None or own_s is None or waiting_s + own_s <= most_s:
