@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import io
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from darkroom.serve.errors import Refused
-from darkroom.serve.request import PictureRequest
+from darkroom.serve.request import PictureRequest, Uploads
 from darkroom.serve.settings import Limits
 from serve.conftest import Released
 
 QUICK = PictureRequest(prompt="a red circle", steps=3, seed=5, guidance=1.0)
 LONG = QUICK.model_copy(update={"steps": 100, "num": 4})
+
+
+def picture(shade: int) -> bytes:
+    """A PNG of noise, as large for each shade."""
+    values = np.random.default_rng(shade).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, "PNG")
+    return file.getvalue()
 
 
 async def full(core, limits: Limits) -> None:
@@ -92,6 +103,42 @@ def test_the_queue_is_bounded_by_seconds_of_work_and_one_job_may_always_wait(run
     assert (error.status, error.code) == (429, "queue_full")
     assert f"at most {1.5 * a_job_s:.4g} s may wait" in error.message
     assert error.retry_after_s >= a_job_s, "those on their way have all of their steps before them"
+
+
+def test_pictures_that_came_with_jobs_are_bounded_together(run_core):
+    """Nothing but the number of jobs had bounded what lay in memory."""
+    redo = QUICK.model_copy(update={"strength": 1.0})
+    pictures = [Uploads(picture(shade)) for shade in range(4)]
+    a_picture = pictures[0].num_bytes
+
+    async def scenario(core):
+        await core.finished((await core.submit(QUICK, key="a")).id, key="a")
+        plain, held = core.engine.unet, Released()
+        core.engine.unet = held
+        jobs = [await core.submit(redo, key="a", uploads=one) for one in pictures[:2]]
+        there = core.status().uploads_bytes
+        told = []
+        for key in "ab":
+            with pytest.raises(Refused) as caught:
+                await core.submit(redo, key=key, uploads=pictures[2])
+            told.append((caught.value.status, caught.value.code, caught.value.retry_after_s > 0))
+        await core.submit(redo, key="b", uploads=pictures[0])  # what lies there already
+        await core.submit(QUICK, key="b")  # it brings none
+        core.engine.unet = plain
+        held.steps.release(100)
+        done = [(await core.finished(job.id, key="a")).state for job in jobs]
+        for job in await core.jobs(key="b"):
+            await core.finished(job.id, key="b")
+        after = core.status().uploads_bytes
+        fits = await core.submit(redo, key="a", uploads=pictures[2])
+        return there, told, done, after, (await core.finished(fits.id, key="a")).state
+
+    limits = Limits(uploads_bytes=max(1024, 2 * a_picture + a_picture // 2))
+    there, told, done, after, state = run_core(scenario, limits=limits)
+    assert there == 2 * a_picture
+    assert told == [(429, "queue_full", True)] * 2
+    assert done == ["done", "done"]
+    assert (after, state) == (0, "done")
 
 
 @pytest.mark.nightly

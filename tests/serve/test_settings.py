@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
+from typing import Any
 
 import pytest
 import typer.testing
+from PIL import Image
 
 from darkroom.cli import serving
 from darkroom.cli.application import app
 from darkroom.errors import InputError
 from darkroom.serve.api.guard import make_key
 from darkroom.serve.engine.fairness import Entry, FairQueue
-from darkroom.serve.settings import KeyLimits, Limits
+from darkroom.serve.settings import KeyLimits, Limits, VertexRoutes
 
 BODY = {"prompt": "a red circle", "steps": 3, "seed": 3}
 NOTHING_SAID = dict.fromkeys(
@@ -84,6 +88,33 @@ def test_a_key_has_its_pictures_of_the_day_over_restarts_and_status_tells(run_ht
 
     run_http(first, key_file=keys, limits=limits)
     run_http(again, key_file=keys, limits=limits)
+
+
+def test_pictures_made_larger_count_among_those_of_the_day(run_http, tmp_path):
+    """They had been free, in any number."""
+    headers = {"Authorization": f"Bearer {make_key(tmp_path / 'keys.txt', 'alice')}"}
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    image = base64.b64encode(file.getvalue()).decode()
+    larger = {"upscaler_1": "Lanczos", "upscaling_resize": 2}
+
+    async def scenario(core, http):
+        async def post(path: str, **body: Any) -> tuple[int, int]:
+            answer = await http.post(f"/sdapi/v1/{path}", json={**larger, **body}, headers=headers)
+            status = (await http.get("/status", headers=headers)).json()
+            return answer.status_code, status["key"]["pictures_today"]
+
+        assert await post("extra-single-image", image=image) == (200, 1)
+        assert await post("extra-single-image", image=image, upscaler_1="None") == (200, 1)
+        assert await post("extra-single-image", image="none") == (422, 1)
+        assert await post("extra-batch-images", imageList=[{"data": image}] * 3) == (429, 1)
+        assert await post("extra-batch-images", imageList=[{"data": image}] * 4) == (422, 1)
+        assert await post("extra-batch-images", imageList=[{"data": image}] * 2) == (200, 3)
+        assert await post("extra-single-image", image=image) == (429, 3)
+        job = await http.post("/jobs", json=BODY, headers=headers)
+        assert (job.status_code, job.json()["error"]["code"]) == (429, "quota")
+
+    run_http(scenario, key_file=tmp_path / "keys.txt", limits=Limits(pictures_per_day=3))
 
 
 def test_a_key_of_three_shares_gets_three_times_the_work_while_others_wait():
@@ -160,6 +191,41 @@ def test_a_client_that_left_finds_its_picture_when_it_asks_again(run_http):
         return len((await http.get("/jobs")).json()["jobs"])
 
     assert run_http(scenario) == 1
+
+
+def kserve(*prompts: str) -> dict[str, Any]:
+    tensor = {"name": "prompt", "datatype": "BYTES", "shape": [len(prompts)], "data": prompts}
+    return {"inputs": [tensor], "parameters": {"steps": 1, "seed": 5}}
+
+
+def predict(*prompts: str) -> dict[str, Any]:
+    instances = [{"prompt": prompt} for prompt in prompts]
+    return {"instances": instances, "parameters": {"num_inference_steps": 1, "seed": 5}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "routes"),
+    [
+        ("/v2/models/small/infer", kserve, None),
+        ("/predict", predict, VertexRoutes(health="/health", predict="/predict", port=8080)),
+    ],
+)
+def test_an_idempotency_key_with_more_or_fewer_prompts_is_a_conflict(run_http, path, body, routes):
+    """Each prompt is a job: those of both bodies were found again, and the others drawn."""
+
+    async def scenario(core, http):
+        bodies = body("cat", "dog"), body("cat", "dog"), body("cat"), body("cat", "dog", "cow")
+        told = {"Idempotency-Key": "order 66"}
+        answers = [await http.post(path, json=one, headers=told) for one in bodies]
+        key = "local" if routes is None else "platform"
+        return answers, len(await core.jobs(key=key))
+
+    (first, same, fewer, more), jobs = run_http(scenario, vertex=routes)
+    assert first.status_code == 200
+    assert same.json() == first.json()
+    for other in (fewer, more):
+        assert (other.status_code, other.json().get("code")) == (409, "conflict")
+    assert jobs == 2
 
 
 def test_an_idempotency_key_holds_in_a1111s_api_and_its_job_is_one_of_that_api(run_http):

@@ -164,8 +164,9 @@ def test_keys_take_turns_by_work_and_a_keys_own_jobs_go_by_priority(two_stores):
 
 def test_waiting_pictures_are_counted_and_claimed_not_jobs(two_stores):
     leases, server = Leases(two_stores[0], "a", 30.0), two_stores[0].server
-    jobs = [leases.accept(record(server, i, num=16), take=False).result() for i in range(3)]
-    assert leases.backlog().result() == ({"key": 48}, 3, min(job.created_s for job in jobs))
+    jobs = [leases.accept(record(server, i, num=16, work=2.5), take=False).result() for i in range(3)]
+    oldest_s = min(job.created_s for job in jobs)
+    assert leases.backlog().result() == ({"key": 48}, {"key": 7.5}, 3, oldest_s, 1)
     assert leases.look("key", jobs[2].id).result().place == 32
     assert [job.uid for job in leases.claim((), 2, 0.0).result()] == [jobs[0].uid]
 
@@ -258,6 +259,40 @@ def test_a_job_that_no_server_has_room_for_is_given_up_in_time(run_two):
     job, code = run_two(scenario, limits=Limits(queue_per_key=4))
     assert (job.state, job.error["code"]) == ("failed", "deadline")
     assert code == "queue_full"
+
+
+def test_a_shared_queue_is_bounded_by_seconds_of_work(run_two):
+    """Jobs that no server had taken yet did not count."""
+
+    async def scenario(one: Core, other: Core) -> Any:
+        for core in (one, other):  # the speed is known, and from here on neither takes a job
+            await core.finished((await core.submit(QUICK, key="a")).id, key="a")
+            core.sharing.claims = False
+            core.sharing._room = lambda: 0
+        await one.sharing.renew()
+        accepted = [await one.submit(LONG, key="a")]
+        work = (await asyncio.wrap_future(one.store.find_uid(accepted[0].uid))).work
+        codes = []
+        for core in (one, other):
+            await core.sharing.renew()
+            a_job_s = core.engine.seconds_for(work)
+            core._intake._limits = Limits(queue_s=1.4 * a_job_s, queue_per_key=256)
+            with pytest.raises(Refused) as caught:
+                await core.submit(LONG, key="a")
+            codes.append((caught.value.status, caught.value.code))
+            assert caught.value.retry_after_s > 0
+        servers = one.sharing.backlog.servers
+        one._intake._limits = Limits(queue_s=1.6 * one.engine.seconds_for(work), queue_per_key=256)
+        accepted.append(await one.submit(LONG, key="a"))  # half a job's time waits, for there are two servers
+        there = [(await other.get(job.id, key="a")).state for job in accepted]
+        for job in accepted:
+            await one.cancel(job.id, key="a")
+        return codes, servers, there
+
+    codes, servers, there = run_two(scenario)
+    assert codes == [(429, "queue_full")] * 2
+    assert servers == 2
+    assert there == ["queued", "queued"]
 
 
 def test_a_job_cancelled_at_another_server_stops(run_two):

@@ -228,6 +228,11 @@ class Uploads:
     controls: tuple[ControlUpload, ...] = ()
     """One for each of the request's."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all pictures."""
+        return sum(map(len, self.files().values()))
+
     def files(self) -> dict[str, bytes]:
         """What is there, by the names under which it is kept."""
         parts = {"image": self.image, "mask": self.mask}

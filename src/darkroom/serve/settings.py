@@ -73,6 +73,11 @@ class Limits(BaseModel):
 
     body_bytes: int = Field(16 * 2**20, ge=1024, description="of one request's body")
     bodies_bytes: int = Field(512 * 2**20, ge=1024, description="of the bodies of all requests under way")
+    uploads_bytes: int = Field(
+        2**30,
+        ge=1024,
+        description="of pictures that came with jobs which are not over; one may always",
+    )
     requests: int = Field(960, ge=1, description="under way at once; health comes on top")
     connections: int = Field(1024, ge=1, description="open at once; the longest idle is closed for a new one")
     head_s: float = Field(10.0, gt=0, description="for a request to have begun; then a connection is closed")

@@ -53,7 +53,7 @@ class Sharing:
 
     def __init__(self, leases: Leases, lives: Lives, patience_s: float) -> None:
         self.leases, self._lives, self._patience_s = leases, lives, patience_s
-        self.backlog = Backlog(Counter(), 0)
+        self.backlog = Backlog(Counter(), {}, 0)
         """What nobody works on, as of late."""
         self.claims = True
         """Whether more jobs are taken; not while the server is being stopped."""
@@ -78,6 +78,7 @@ class Sharing:
     def waits(self, record: Record) -> None:
         """A new job waits for a server whose turn it is."""
         self.backlog.pictures[record.key] += record.num
+        self.backlog.work[record.key] = self.backlog.work.get(record.key, 0.0) + record.work
         self.backlog = self.backlog._replace(jobs=self.backlog.jobs + 1)
 
     def backlog_age_s(self) -> float:
@@ -219,9 +220,13 @@ class Backlog(NamedTuple):
 
     pictures: Counter[str]
     """By key."""
+    work: dict[str, float]
+    """By key: pixels x steps x evaluations."""
     jobs: int
     oldest_s: float | None = None
     """When the oldest of them was accepted."""
+    servers: int = 1
+    """That are there to draw it."""
 
 
 @dataclass(frozen=True)
@@ -396,18 +401,23 @@ class Leases:
         """What nobody works on. Leases of jobs that are over go on the way, and overdue jobs fail."""
 
         def action(connection: sql.Connection) -> Backlog:
-            """Pictures and the longest wait of what no server has leased, by key."""
+            """Pictures, work and the longest wait of what no server has leased, by key."""
             now_s = self._now(connection)
             self._fail_overdue(connection, now_s)
             live = sql.select(JOBS.c.uid).where(JOBS.c.state.in_(LIVE))
             connection.execute(
                 sql.delete(LEASES).where(LEASES.c.owner == self.owner, LEASES.c.uid.not_in(live))
             )
-            columns = (JOBS.c.key, sql.func.sum(JOBS.c.num), sql.func.count(), sql.func.min(JOBS.c.created_s))
+            sums = (sql.func.sum(JOBS.c.num), sql.func.sum(JOBS.c.work))
+            columns = (JOBS.c.key, *sums, sql.func.count(), sql.func.min(JOBS.c.created_s))
             rows = connection.execute(self._free(sql.select(*columns), now_s).group_by(JOBS.c.key)).all()
-            pictures = Counter({key: num for key, num, _, _ in rows})
-            oldest_s = min((oldest for _, _, _, oldest in rows), default=None)
-            return Backlog(pictures, sum(jobs for _, _, jobs, _ in rows), oldest_s)
+            return Backlog(
+                Counter({key: int(num) for key, num, *_ in rows}),
+                {key: work for key, _, work, *_ in rows},
+                sum(jobs for *_, jobs, _ in rows),
+                min((oldest_s for *_, oldest_s in rows), default=None),
+                1 + len(self._held_elsewhere(connection, now_s)),
+            )
 
         return self._store.do(action)
 
@@ -429,7 +439,7 @@ class Leases:
             """A job as any server sees it, with its place in the queue while it waits."""
             query = sql.select(JOBS, LEASES.c.owner, LEASES.c.steps_done, LEASES.c.steps_total)
             query = query.outerjoin(LEASES, LEASES.c.uid == JOBS.c.uid)
-            row = connection.execute(query.where(JOBS.c.key == key, JOBS.c.id == job_id)).first()
+            row = connection.execute(query.where(*self._store.called(key, job_id))).first()
             if row is None:
                 return None
             *_, owner, done, total = row

@@ -52,6 +52,8 @@ class Status:
     why: str
     jobs: int
     """Accepted and not over."""
+    uploads_bytes: int = 0
+    """Of the pictures that came with them, in memory."""
     waiting: int = 0
     """Pictures in the queue."""
     load: float = 0.0
@@ -98,13 +100,14 @@ def _usual(model: Model, solver: str) -> dict[str, Any]:
     return {"karras": table.karras, "spacing": table.spacing}
 
 
-def status(pool: ModelPool, state: str, why: str, jobs: int) -> Status:
+def status(pool: ModelPool, state: str, why: str, jobs: int, uploads_bytes: int = 0) -> Status:
     """The status of models that may still be loading; what is said of the engine is of all together."""
     engines = {one.name: one.engine for one in pool.served if one.engine is not None}
     return Status(
         state,
         why,
         jobs,
+        uploads_bytes,
         pool.waiting(),
         sum(engine.load for engine in engines.values()),
         sum(engine.capacity for engine in engines.values()),

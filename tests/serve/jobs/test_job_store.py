@@ -43,6 +43,22 @@ def test_a_job_is_accepted_once(store):
     assert store.find("another", "x").result() is None
 
 
+def test_servers_of_two_names_have_jobs_of_their_own(store, url):
+    """The second had been given the first's job, whose pictures it does not have."""
+    other = JobStore(url, f"{store.server}-2")
+    one = record(store, "x", key="alice")
+    another = record(store, "x", key="alice", uid="e" * 32, server=other.server, digest="other")
+    assert store.accept(one).result() == one
+    assert other.find("alice", "x").result() is None
+    assert other.accept(another).result() == another
+    assert other.find("alice", "x").result() == another
+    for there, mine in ((store, one), (other, another)):
+        assert there.find("alice", "x").result() == mine
+        assert there.find_all("alice").result() == there.find_all("alice", state="queued").result() == [mine]
+    store.forget([one.uid, another.uid]).result()
+    other.close()
+
+
 def test_a_job_ends_once(store):
     one = record(store, "x")
     store.accept(one).result()
@@ -117,6 +133,37 @@ def test_a_table_of_an_earlier_version_is_brought_up_to_date(url):
     [job] = store.live().result()
     assert (job.id, job.num, job.priority, job.work, job.due_s) == ("x", 3, 2, 0.0, 160.0)
     store.close()
+
+
+def test_a_table_of_an_earlier_version_gets_ids_of_each_server(url):
+    names = [f"server-{time.monotonic_ns()}-{i}" for i in range(2)]
+    first = JobStore(url, names[0])
+    kept = first.accept(record(first, "x", key=names[0], num=3, work=2.5)).result()
+    first.close()
+    engine = sql.create_engine(url)
+    with engine.begin() as connection:
+        was = f"CREATE TABLE old AS SELECT * FROM {JOBS.name}"
+        for text in (was, f"DROP TABLE {JOBS.name}"):
+            connection.execute(sql.text(text))
+        former = sql.MetaData()
+        table = JOBS.to_metadata(former)
+        table.indexes.clear()
+        table.append_constraint(sql.UniqueConstraint("key", "id"))
+        table.create(connection)
+        connection.execute(sql.text(f"INSERT INTO {JOBS.name} SELECT * FROM old"))
+        connection.execute(sql.text("DROP TABLE old"))
+    stores = [JobStore(url, name) for name in names]
+    assert stores[0].find(names[0], "x").result() == kept
+    other = record(stores[1], "x", key=names[0])
+    assert stores[1].accept(other).result() == other
+    again = record(stores[0], "x", key=names[0], uid="d" * 32)
+    assert stores[0].accept(again).result() == kept
+    for store in stores:
+        store.close()
+    assert not sql.inspect(engine).get_unique_constraints(JOBS.name)
+    there = {index["name"] for index in sql.inspect(engine).get_indexes(JOBS.name)}
+    assert {index.name for index in JOBS.indexes} <= there
+    engine.dispose()
 
 
 def test_a_failing_statement_takes_no_other_with_it(store):

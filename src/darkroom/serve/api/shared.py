@@ -65,13 +65,12 @@ async def all_made(
     key, jobs = caller(request), []
     repeatable = repeatable_ids(request, len(wanted), prefix)
     ids = repeatable or ([f"{prefix}{uuid.uuid4().hex}" for _ in wanted] if prefix else [])
-    several = len(wanted) > 1
-    if several:
+    if len(wanted) > 1:
         await core.check_together(wanted, key=key, ids=ids)
     try:
         for i, one in enumerate(wanted):
             job_id = ids[i] if ids else None
-            jobs.append(await core.submit(one, key=key, uploads=uploads, job_id=job_id, counted=several))
+            jobs.append(await core.submit(one, key=key, uploads=uploads, job_id=job_id, together=wanted))
         return await all_finished(core, request, jobs)
     except BaseException:
         if repeatable:

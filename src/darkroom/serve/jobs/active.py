@@ -143,6 +143,11 @@ class Lives:
         """By what its client calls it."""
         return self._by_id.get((key, job_id))
 
+    def uploads(self) -> dict[int, int]:
+        """Bytes of the pictures that came with each, by `id`: jobs that were sent together share theirs."""
+        held = (live.work.uploads for live in self._by_uid.values())
+        return {id(uploads): uploads.num_bytes for uploads in held if uploads is not None}
+
     def add(self, live: Live) -> None:
         """A job to be worked on here."""
         self._by_uid[live.record.uid] = live

@@ -12,9 +12,9 @@ import re
 import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from darkroom.serve.engine.adapters import Library
     from darkroom.serve.engine.nets import Nets
     from darkroom.serve.engine.pool import ModelPool
+    from darkroom.serve.jobs.active import Lives
+    from darkroom.serve.shared_queue import Backlog
 
 
 T = TypeVar("T")
@@ -70,8 +72,11 @@ LATER = (
 """Fields that came after the first ones."""
 
 
-def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
-    """The same for the same body: what makes sending a job twice harmless."""
+def digest_of(
+    request: PictureRequest, uploads: Uploads | None, together: Sequence[PictureRequest] = ()
+) -> str:
+    """The same for the same body, of which several requests are `together`: what makes sending a job twice
+    harmless."""
     # What is not said is left out where it came later: the digests of jobs kept before stay theirs.
     later = {name for name in LATER if getattr(request, name) == PictureRequest.model_fields[name].default}
     values = request.model_dump(mode="json", exclude=later)
@@ -84,6 +89,8 @@ def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
         digest.update(hashlib.sha256(part or b"").digest())
     for part in itertools.chain.from_iterable(uploads.controls if uploads is not None else ()):
         digest.update(hashlib.sha256(part or b"").digest())
+    for one in together if len(together) > 1 else ():
+        digest.update(bytes.fromhex(digest_of(one, None)))
     return digest.hexdigest()
 
 
@@ -351,6 +358,9 @@ WORKED_ON = 32
 """Requests of a key whose pictures are worked on, or wait for that."""
 
 
+NOTHING: AbstractAsyncContextManager[None] = nullcontext()
+
+
 class Bench:
     """What is done to pictures outside of jobs: maps, upscaling, reading.
 
@@ -364,20 +374,28 @@ class Bench:
         self._turns: dict[str, asyncio.Lock] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="darkroom-bench")
 
-    async def do(self, key: str, work: Callable[[], T], pictures: int = 1) -> T:
-        """Its result; 429 where the key comes too often, or has too many here already."""
+    async def do(
+        self,
+        key: str,
+        work: Callable[[], T],
+        pictures: int = 1,
+        within: AbstractAsyncContextManager[None] = NOTHING,
+    ) -> T:
+        """Its result; 429 where the key comes too often, or has too many here already. What was let in is
+        done `within` that."""
         self._rates.take(key, num=pictures)
         if self._here[key] >= WORKED_ON:
             message = f"{WORKED_ON} requests wait already for work on their pictures{owner(key)}"
             raise Refused(429, "queue_full", message, retry_after_s=UNMEASURED_S)
         self._here[key] += 1
         try:
-            async with self._turns.setdefault(key, asyncio.Lock()):
+            async with within, self._turns.setdefault(key, asyncio.Lock()):
                 return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         finally:
             self._here[key] -= 1
             if not self._here[key]:
-                del self._here[key], self._turns[key]
+                del self._here[key]
+                self._turns.pop(key, None)
 
     def close(self) -> bool:
         """Begin nothing more; False while something goes on."""
@@ -579,15 +597,16 @@ class Intake:
         self._limits = limits
         self._rates = _rates_of(limits)
         self._reserved: Counter[str] = Counter()
+        self._reserved_bytes = 0
         self._line: list[Reservation] = []
 
     def check_rate(self, key: str, jobs: int = 1) -> None:
         """429 where the key comes too often."""
         self._rates.take(key, num=jobs)
 
-    def check_room(self, pool: ModelPool, key: str, num: int, others: Counter[str] | None = None) -> None:
-        """429 where the queue is full; `others` wait for any server, by key."""
-        others = others or Counter()
+    def check_room(self, pool: ModelPool, key: str, num: int, backlog: Backlog | None = None) -> None:
+        """429 where the queue is full, with what waits for any server."""
+        others: Counter[str] = Counter() if backlog is None else backlog.pictures
         waiting = pool.waiting() + self._reserved.total() + others.total()
         mine = pool.waiting(key) + self._reserved[key] + others[key]
         for there, most, whose in (
@@ -600,11 +619,37 @@ class Intake:
                 message = f"{there} pictures wait already{owner(key) if whose else ''}"
                 raise Refused(429, "queue_full", message, retry_after_s=after_s)
 
-    def check_work(self, pool: ModelPool, key: str, num: int, cost: float) -> None:
-        """429 where the work that waits would take too long with this job's `cost` on top; alone it may."""
+    def check_uploads(self, pool: ModelPool, lives: Lives, uploads: Uploads | None) -> None:
+        """429 where the pictures that came with jobs would be too many bytes; those of one job never are."""
+        held = lives.uploads()
+        there = sum(held.values()) + self._reserved_bytes
+        if uploads is None or id(uploads) in held or not there:
+            return
+        too_many = there + uploads.num_bytes - self._limits.uploads_bytes
+        if too_many > 0:
+            cost = 0.0
+            for work in (live.work for live in lives):
+                if too_many <= 0:
+                    break
+                cost += work.shape.whole_cost * len(work.tickets)
+                too_many -= 0 if work.uploads is None else work.uploads.num_bytes
+            message = f"pictures of {there} bytes that came with jobs wait already"
+            message += f"; at most {self._limits.uploads_bytes} may"
+            raise Refused(429, "queue_full", message, retry_after_s=pool.seconds_for(cost) or UNMEASURED_S)
+
+    def check_work(
+        self, pool: ModelPool, key: str, num: int, cost: float, backlog: Backlog | None = None
+    ) -> None:
+        """429 where the work that waits would take too long with this job's `cost` on top; alone it may.
+
+        What waits for any server is drawn by all that are there, each taken to be as fast as this one.
+        """
         limits = self._limits
         for whose, most_s in ((None, limits.queue_s), (key, limits.queue_s * limits.queue_share_of(key))):
             waiting = pool.waiting_cost(whose)
+            if backlog is not None:
+                others = sum(backlog.work.values()) if whose is None else backlog.work.get(whose, 0.0)
+                waiting += others / backlog.servers
             waiting_s, own_s = pool.seconds_for(waiting), pool.seconds_for(cost)
             if not waiting or waiting_s is None or own_s is None or waiting_s + own_s <= most_s:
                 continue
@@ -651,12 +696,15 @@ class Intake:
         return last_s + (pool.seconds_for(work) or 0.0)
 
     @contextmanager
-    def reserved(self, key: str, num: int) -> Iterator[None]:
+    def reserved(self, key: str, num: int, uploads: Uploads | None = None) -> Iterator[None]:
         """Room in the queue for a job that is being written down."""
+        num_bytes = 0 if uploads is None else uploads.num_bytes
         self._reserved[key] += num
+        self._reserved_bytes += num_bytes
         try:
             yield
         finally:
+            self._reserved_bytes -= num_bytes
             self._reserved[key] -= num
             if not self._reserved[key]:
                 del self._reserved[key]

@@ -7,10 +7,9 @@ import logging
 import secrets
 import time
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -36,7 +35,7 @@ from darkroom.serve.loop import Loop
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import Event, Job, PictureRequest, StoredPicture, Uploads
 from darkroom.serve.settings import ServeSettings
-from darkroom.serve.shared_queue import Sharing, open_sharing, open_stores
+from darkroom.serve.shared_queue import Backlog, Sharing, open_sharing, open_stores
 from darkroom.serve.traces import Traces
 
 if TYPE_CHECKING:
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from darkroom.serve.engine.nets import NetCard
 
 
+T = TypeVar("T")
 LOG = logging.getLogger("darkroom.serve")
 SWEEP_S = 15.0
 SUSPECT = 3
@@ -247,15 +247,16 @@ class Core:
         key: str,
         job_id: str | None = None,
         uploads: Uploads | None = None,
-        counted: bool = False,
+        together: Sequence[PictureRequest] = (),
     ) -> Job:
         """Accept a job for good: from here on it survives the process. `Refused` where it is not served.
 
-        The same id with the same body gives the job that there is; with another body it is a conflict. With
-        `counted` it is one of those that `check_together` let in.
+        The same id with the same body gives the job that there is; with another body it is a conflict.
+        `together` are the requests that it was sent with, itself among them: where there are several,
+        `check_together` let them in, and the body is all of them.
         """
         # A client that leaves meanwhile must not leave a job accepted in the store that nobody works on.
-        return await asyncio.shield(self._loop.spawn(self._submit(request, key, job_id, uploads, counted)))
+        return await asyncio.shield(self._loop.spawn(self._submit(request, key, job_id, uploads, together)))
 
     async def check_together(
         self, wanted: Sequence[PictureRequest], *, key: str, ids: Sequence[str] = ()
@@ -281,9 +282,9 @@ class Core:
         self._intake.check_room(self.pool, key, num, self._backlog())
         self._intake.check_rate(key, len(new))
 
-    def _backlog(self) -> Counter[str] | None:
-        """Pictures that wait for any server, by key."""
-        return None if self.sharing is None else self.sharing.backlog.pictures
+    def _backlog(self) -> Backlog | None:
+        """What waits for any server."""
+        return None if self.sharing is None else self.sharing.backlog
 
     async def _submit(
         self,
@@ -291,13 +292,13 @@ class Core:
         key: str,
         job_id: str | None,
         uploads: Uploads | None,
-        counted: bool,
+        together: Sequence[PictureRequest],
     ) -> Job:
         request, chosen = self._with_model(request)
         if uploads is None:
-            digest = admission.digest_of(request, None)
+            digest = admission.digest_of(request, None, together)
         else:
-            digest = await self._loop.in_thread(admission.digest_of, request, uploads)
+            digest = await self._loop.in_thread(admission.digest_of, request, uploads, together)
         if job_id is not None:
             admission.check_job_id(job_id)
             if (there := await self._there(key, job_id)) is not None:
@@ -307,12 +308,14 @@ class Core:
         admission.check_limits(request, self.limits, key)
         self._check_adapters(request)
         self._intake.check_room(self.pool, key, request.num, self._backlog())
-        if not counted:
+        self._intake.check_uploads(self.pool, self._lives, uploads)
+        if len(together) < 2:
             self._intake.check_rate(key)
         uid = uuid.uuid4().hex
-        with self._intake.reserved(key, request.num):
+        with self._intake.reserved(key, request.num, uploads):
             shape = await self._shape(request, uploads)
-            self._intake.check_work(self.pool, key, request.num, shape.whole_cost * request.num)
+            cost = shape.whole_cost * request.num
+            self._intake.check_work(self.pool, key, request.num, cost, self._backlog())
             seed = _seed() if request.seed is None else request.seed
             other = _seed() if request.variation_seed is None else request.variation_seed
             drawn = {"variation_seed": other} if request.variation_strength else {}
@@ -679,12 +682,37 @@ class Core:
     def status(self) -> cards.Status:
         """The server as it is now."""
         trouble = self.trouble()
-        return cards.status(self.pool, self.state, trouble[1] if trouble else "", len(self._lives))
+        uploads_bytes = sum(self._lives.uploads().values())
+        why = trouble[1] if trouble else ""
+        return cards.status(self.pool, self.state, why, len(self._lives), uploads_bytes)
 
     async def used_today(self, key: str) -> int:
         """Pictures of a key accepted since 0:00 UTC."""
         used: int = await self._stored(self.store.usage(key))
         return used
+
+    async def upscaled(self, key: str, work: Callable[[], T], pictures: int) -> T:
+        """The result of work on the bench that makes pictures: they count as those of jobs do."""
+        per_day = self.limits.of_key(key).pictures_per_day
+        if per_day is not None and pictures > per_day:
+            message = f"at most {per_day} pictures in one request, not {pictures}"
+            raise Refused(422, "over_limit", message)
+        return await self.bench.do(key, work, pictures, self._counted(key, pictures, per_day))
+
+    @asynccontextmanager
+    async def _counted(self, key: str, num: int, per_day: int | None) -> AsyncIterator[None]:
+        """With so many more pictures used of the key's day; not where they are not made."""
+        now_s = time.time()
+        try:
+            await self._stored(self.store.use(key, num, now_s, per_day))
+        except OverQuota as error:
+            raise admission.over_quota(error, key) from error
+        try:
+            yield
+        except Exception:
+            with suppress(StorageError, OSError):
+                await asyncio.wrap_future(self.store.use(key, -num, now_s))
+            raise
 
     def _device_bytes(self) -> float:
         device = self.device

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sql
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
-from sqlalchemy.schema import CreateColumn
+from sqlalchemy.schema import CreateColumn, DropTable
 
 from darkroom.errors import DarkroomError, InputError
 from darkroom.serve.request import FINAL, PRIORITIES
@@ -53,7 +53,6 @@ JOBS = sql.Table(
     sql.Column("priority", sql.Integer, nullable=False, server_default="1"),
     sql.Column("work", sql.Double, nullable=False, server_default="0"),
     sql.Column("due_s", sql.Double),
-    sql.UniqueConstraint("key", "id"),
 )
 USAGE = sql.Table(
     "darkroom_usage",
@@ -65,14 +64,29 @@ USAGE = sql.Table(
 """Pictures accepted of each key on each day (UTC); kept for `USAGE_DAYS`."""
 USAGE_DAYS = 40
 INDICES = (
-    # Each for a query of its own: a key's jobs, newest first; the same in one state; a server's jobs that
-    # are not over, oldest first; what is kept, with its bytes, by age.
-    sql.Index("darkroom_jobs_of_key", JOBS.c.key, JOBS.c.created_s.desc(), JOBS.c.uid),
-    sql.Index("darkroom_jobs_in_state", JOBS.c.key, JOBS.c.state, JOBS.c.created_s.desc(), JOBS.c.uid),
+    # Each for a query of its own: a job by what its client calls it, which is one of its server and key; a
+    # key's jobs, newest first; the same in one state; a server's jobs that are not over, oldest first; what
+    # is kept, with its bytes, by age.
+    sql.Index("darkroom_jobs_called", JOBS.c.server, JOBS.c.key, JOBS.c.id, unique=True),
+    sql.Index("darkroom_jobs_newest", JOBS.c.server, JOBS.c.key, JOBS.c.created_s.desc(), JOBS.c.uid),
+    sql.Index(
+        "darkroom_jobs_newest_in_state",
+        JOBS.c.server,
+        JOBS.c.key,
+        JOBS.c.state,
+        JOBS.c.created_s.desc(),
+        JOBS.c.uid,
+    ),
     sql.Index("darkroom_jobs_live", JOBS.c.server, JOBS.c.state, JOBS.c.created_s, JOBS.c.uid),
     sql.Index("darkroom_jobs_kept", JOBS.c.server, JOBS.c.finished_s, JOBS.c.bytes, JOBS.c.uid),
 )
-FORMER_INDICES = ("ix_darkroom_jobs_server", "ix_darkroom_jobs_created_s", "ix_darkroom_jobs_finished_s")
+FORMER_INDICES = (
+    "ix_darkroom_jobs_server",
+    "ix_darkroom_jobs_created_s",
+    "ix_darkroom_jobs_finished_s",
+    "darkroom_jobs_of_key",
+    "darkroom_jobs_in_state",
+)
 """Of databases made before: each is a worse choice than one of `INDICES`, which planners may take."""
 ADDED = ("num", "priority", "work", "due_s")
 """Columns that databases made before do not have; they get them when they are opened."""
@@ -161,16 +175,16 @@ class JobStore:
 
     def keep(self, connection: sql.Connection, record: Record, per_day: int | None = None) -> Record:
         """`accept`, within a transaction."""
-        there = _find(connection, record.key, record.id)
+        there = self._find(connection, record.key, record.id)
         if there is not None:
             return there
-        _use(connection, record, per_day)
+        _use(connection, record.key, record.num, record.created_s, per_day)
         values = {**record.__dict__, "result": json.dumps(record.result)}
         try:
             with connection.begin_nested():
                 connection.execute(sql.insert(JOBS).values(values))
         except IntegrityError:  # another server was quicker
-            there = _find(connection, record.key, record.id)
+            there = self._find(connection, record.key, record.id)
             if there is None:
                 raise
             return there
@@ -178,7 +192,15 @@ class JobStore:
 
     def find(self, key: str, job_id: str) -> Future[Record | None]:
         """A job of a key."""
-        return self.do(lambda connection: _find(connection, key, job_id))
+        return self.do(lambda connection: self._find(connection, key, job_id))
+
+    def _find(self, connection: sql.Connection, key: str, job_id: str) -> Record | None:
+        return _first(connection, *self.called(key, job_id))
+
+    def called(self, key: str, job_id: str) -> tuple[sql.ColumnElement[bool], ...]:
+        """What is true of the one job that a key of this server calls so: other servers of the database may
+        have another."""
+        return JOBS.c.server == self.server, JOBS.c.key == key, JOBS.c.id == job_id
 
     def find_uid(self, uid: str) -> Future[Record | None]:
         """A job by what is unique to it."""
@@ -187,8 +209,8 @@ class JobStore:
     def find_all(
         self, key: str, *, state: str | None = None, limit: int = 100, before_s: float | None = None
     ) -> Future[list[Record]]:
-        """A key's jobs, newest first."""
-        wanted = [JOBS.c.key == key]
+        """A key's jobs at this server, newest first."""
+        wanted = [JOBS.c.server == self.server, JOBS.c.key == key]
         if state is not None:
             wanted.append(JOBS.c.state == state)
         if before_s is not None:
@@ -263,6 +285,13 @@ class JobStore:
     def usage(self, key: str) -> Future[int]:
         """Pictures of a key accepted today (UTC)."""
         return self.do(lambda connection: _used(connection, key, _day_of(time.time())))
+
+    def use(self, key: str, num: int, at_s: float, per_day: int | None = None) -> Future[None]:
+        """Count pictures that no job makes among a key's of that day; fewer than none takes them back.
+
+        OverQuota as in `accept`.
+        """
+        return self.do(lambda connection: _use(connection, key, num, at_s, per_day))
 
     def probe(self) -> Future[None]:
         """Write something, to see whether writing works."""
@@ -340,23 +369,23 @@ def _used(connection: sql.Connection, key: str, day: str) -> int:
     return int(connection.execute(query).scalar() or 0)
 
 
-def _use(connection: sql.Connection, record: Record, per_day: int | None) -> None:
-    """Count a job's pictures among its key's of the day, in the transaction that accepts it."""
-    day = _day_of(record.created_s)
-    of_day = sql.and_(USAGE.c.key == record.key, USAGE.c.day == day)
-    more = sql.update(USAGE).where(of_day).values(pictures=USAGE.c.pictures + record.num)
+def _use(connection: sql.Connection, key: str, num: int, at_s: float, per_day: int | None) -> None:
+    """Count pictures among a key's of the day; of a job's in the transaction that accepts it."""
+    day = _day_of(at_s)
+    of_day = sql.and_(USAGE.c.key == key, USAGE.c.day == day)
+    more = sql.update(USAGE).where(of_day).values(pictures=USAGE.c.pictures + num)
     if not connection.execute(more).rowcount:
         try:
             with connection.begin_nested():
-                row = {"key": record.key, "day": day, "pictures": record.num}
+                row = {"key": key, "day": day, "pictures": num}
                 connection.execute(sql.insert(USAGE).values(row))
-                old = _day_of(record.created_s - USAGE_DAYS * 86400)
+                old = _day_of(at_s - USAGE_DAYS * 86400)
                 connection.execute(sql.delete(USAGE).where(USAGE.c.day < old))
         except IntegrityError:  # another server was quicker
             connection.execute(more)
-    used = _used(connection, record.key, day)
+    used = _used(connection, key, day)
     if per_day is not None and used > per_day:
-        raise OverQuota(per_day, used - record.num)
+        raise OverQuota(per_day, used - num)
 
 
 def _open(url: str) -> sql.Engine:
@@ -379,6 +408,7 @@ def _create_tables(engine: sql.Engine, tables: list[sql.Table]) -> None:
         try:
             METADATA.create_all(engine, tables=tables)
             _add_columns(engine)
+            _drop_constraint(engine)
             _add_indices(engine)
             return
         except SQLAlchemyError as error:
@@ -403,11 +433,33 @@ def _add_columns(engine: sql.Engine) -> None:
             connection.execute(sql.update(JOBS).where(JOBS.c.uid == uid).values(found))
 
 
+def _drop_constraint(engine: sql.Engine) -> None:
+    """In a table of an earlier version a key's job ids were one for all servers of the database."""
+    with engine.begin() as connection:
+        every = sql.inspect(connection).get_unique_constraints(JOBS.name)
+        former = [one["name"] for one in every if one["column_names"] == ["key", "id"]]
+        if connection.dialect.name == "postgresql":
+            for name in former:
+                text = f'ALTER TABLE {JOBS.name} DROP CONSTRAINT IF EXISTS "{name}"'
+                connection.execute(sql.text(text))
+            return
+        if not former:
+            return
+        # SQLite cannot drop one: a new table takes the old one's rows and name. Its indices come after this.
+        new = JOBS.to_metadata(sql.MetaData(), name=f"{JOBS.name}_new")
+        new.indexes.clear()
+        new.create(connection)
+        names = [column.name for column in JOBS.columns]
+        connection.execute(sql.insert(new).from_select(names, sql.select(JOBS)))
+        connection.execute(DropTable(JOBS))
+        connection.execute(sql.text(f"ALTER TABLE {new.name} RENAME TO {JOBS.name}"))
+
+
 def _add_indices(engine: sql.Engine) -> None:
     """Give a table of an earlier version the indices of this one."""
     there = {index["name"] for index in sql.inspect(engine).get_indexes(JOBS.name)}
     with engine.begin() as connection:
-        for index in INDICES:
+        for index in JOBS.indexes:
             if index.name not in there:
                 index.create(connection, checkfirst=True)
         for name in there.intersection(FORMER_INDICES):
@@ -446,10 +498,6 @@ def _lock(engine: sql.Engine, server: str) -> sql.Connection | None:
 def _told(error: Exception) -> str:
     """The first line of what went wrong, without SQL."""
     return str(getattr(error, "orig", None) or error).splitlines()[0]
-
-
-def _find(connection: sql.Connection, key: str, job_id: str) -> Record | None:
-    return _first(connection, JOBS.c.key == key, JOBS.c.id == job_id)
 
 
 def _first(connection: sql.Connection, *wanted: sql.ColumnElement[bool]) -> Record | None:
