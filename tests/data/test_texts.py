@@ -19,6 +19,7 @@ from test_readers import mds_shard
 from darkroom.data.importers.job import import_pictures
 from darkroom.data.store import Store
 from darkroom.data.texts import MAX_LINE_BYTES, TextError, TextLines, decode_text, readable
+from darkroom.errors import InputError
 
 GOOD = {
     "utf8": ("café 写真".encode(), "café 写真"),
@@ -104,7 +105,9 @@ def rejected(store: Path) -> list[dict]:
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_captions_are_read_alike_from_every_kind_of_source(tmp_path, kind):
-    report = import_pictures(SOURCES[kind](tmp_path / "source"), tmp_path / "s.lance")
+    report = import_pictures(
+        SOURCES[kind](tmp_path / "source"), tmp_path / "s.lance", caption_encoding="cp1252"
+    )
     store = Store.open(tmp_path / "s.lance")
     found = store.take(store.select(None), ["picture", "caption"]).to_pylist()
     assert {row["picture"]: row["caption"] for row in found} == {
@@ -140,6 +143,52 @@ def test_metadata_files_of_any_encoding(tmp_path, name, encoding):
     assert report.recoded == ({"utf-16": 1} if "16" in encoding else {})
 
 
+CYRILLIC = "кошка «Мурка» на столе"
+
+
+@pytest.mark.parametrize("kind", [*SOURCES, "metadata.jsonl"])
+def test_captions_of_an_unnamed_encoding_are_rejected_until_it_is_named(tmp_path, monkeypatch, kind):
+    """cp1251 read as cp1252 is letters too, other ones."""
+    captions = {"russian": CYRILLIC.encode("cp1251"), "plain": b"a cat"}
+    if kind == "metadata.jsonl":
+        source = tmp_path / "source"
+        source.mkdir()
+        lines = [b'{"file_name": "%s.png", "text": "%s"}' % (n.encode(), c) for n, c in captions.items()]
+        (source / kind).write_bytes(b"\n".join(lines))
+        for name in captions:
+            (source / f"{name}.png").write_bytes(encoded(noise_picture(len(name))))
+    else:
+        monkeypatch.setattr(f"{__name__}.CAPTIONS", captions)
+        pictures = {name: encoded(noise_picture(len(name))) for name in captions}
+        monkeypatch.setattr(f"{__name__}.PICTURES", pictures)
+        source = SOURCES[kind](tmp_path / "source")
+
+    def stored() -> set[str]:
+        store = Store.open(tmp_path / "s.lance")
+        return set(store.take(store.select(None), ["caption"])["caption"].to_pylist())
+
+    report = import_pictures(source, tmp_path / "s.lance")
+    if kind == "metadata.jsonl":  # the picture is there still, without its line
+        assert report.rejected == {"bad-metadata": 1, "no-caption": 1}
+    else:
+        assert report.rejected == {"bad-caption": 1}
+    assert stored() == {"a cat"}
+    assert report.recoded == {}
+    assert any("1 texts are not UTF-8" in line and "--caption-encoding" in line for line in report.lines())
+    assert any("not UTF-8" in line["detail"] for line in rejected(tmp_path / "s.lance"))
+    again = import_pictures(source, tmp_path / "s.lance", caption_encoding="windows-1251")
+    assert (again.added, again.doubles, again.rejected) == (1, 1, {})
+    assert again.recoded == {"cp1251": 1}
+    assert stored() == {"a cat", CYRILLIC}
+
+
+@pytest.mark.parametrize("name", ["nonsense", "rot13", "utf-16", "hex", "cp037", ""])
+def test_what_is_no_encoding_of_captions_is_refused_before_anything_is_read(tmp_path, name):
+    with pytest.raises(InputError, match="allowed: cp1252, cp1251"):
+        import_pictures(folder(tmp_path / "source"), tmp_path / "s.lance", caption_encoding=name)
+    assert not (tmp_path / "s.lance").exists()
+
+
 def test_lines_that_are_no_text_hide_no_others(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
@@ -152,7 +201,7 @@ def test_lines_that_are_no_text_hide_no_others(tmp_path):
     ]
     surrogate = b'{"file_name": "c.png", "text": "half \\ud83d"}'
     (source / "metadata.jsonl").write_bytes(b"\n".join([*lines, surrogate, b"[" * 100_000]))
-    report = import_pictures(source, tmp_path / "s.lance")
+    report = import_pictures(source, tmp_path / "s.lance", caption_encoding="cp1252")
     store = Store.open(tmp_path / "s.lance")
     assert store.take([0, 1], ["caption"])["caption"].to_pylist() == ["café", "b"]
     assert report.rejected == {"bad-metadata": 2, "bad-caption": 1}
@@ -224,9 +273,9 @@ def test_texts_one_by_one():
     assert decode_text(b"ascii", counted) == "ascii"
     assert decode_text(b"", counted) == ""
     assert counted == Counter()
-    assert decode_text(b"\x93quoted\x94", counted) == "“quoted”"
+    assert decode_text(b"\x93quoted\x94", counted, "cp1252") == "“quoted”"
     assert counted == Counter({"cp1252": 1})
-    assert decode_text("«MENÜ» »Spaß«".encode("cp1252"), counted) == "«MENÜ» »Spaß«"
+    assert decode_text("«MENÜ» »Spaß«".encode("cp1252"), counted, "cp1252") == "«MENÜ» »Spaß«"
     # Read as the fallback says, the part that is UTF-8 would be spoiled.
     for spoiled in (
         "café ".encode() + b"caf\xe9",
@@ -234,10 +283,10 @@ def test_texts_one_by_one():
         "写真\xe9".encode()[:-1] + b"x",
     ):
         with pytest.raises(TextError, match="UTF-8 with bytes of another encoding in it"):
-            decode_text(spoiled, counted)
+            decode_text(spoiled, counted, "cp1252")
     with pytest.raises(TextError, match="another encoding"):
         decode_text(
-            b"a\xed\xa0\xbd\xed\xb8\x80", counted
+            b"a\xed\xa0\xbd\xed\xb8\x80", counted, "cp1252"
         )  # surrogate pairs, as Java's and MySQL's exports have
     assert counted["cp1252"] == 2
     assert readable("plain ü") == "plain ü"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -111,3 +113,34 @@ def test_captions_beside_pictures_are_refused_in_terms_of_this_verb(tmp_path, fi
         prompts_of_pictures(FolderPictures.of(tmp_path))
     assert said in str(caught.value)
     assert "--" not in str(caught.value)
+
+
+def test_prompts_end_at_the_ends_of_lines_alone(tmp_path):
+    """str.splitlines() ends them at U+2028, a form feed and others too."""
+    text = "one\u2028still one\ntwo\x0cstill two\r\nthree\n"
+    (tmp_path / "a.txt").write_text(text, newline="")
+    lines = [json.dumps({"prompt": one}, ensure_ascii=False) for one in ("one\u2028still one", "two")]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert read_prompts(tmp_path / "a.txt").texts == ("one still one", "two still two", "three")
+    assert read_prompts(tmp_path / "a.jsonl").texts == ("one still one", "two")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.jsonl",
+            '{"prompt": "a"}\n{"prompt": ["a", "b"]}',
+            r"row 2: \['a', 'b'\]; allowed: a prompt as text",
+        ),
+        ("a.jsonl", "[" * 100_000, "a.jsonl:1 is no JSON: maximum recursion"),
+        ("a.csv", "prompt,n\none,1,2\n", "a.csv:2 has another number of cells"),
+        ("a.csv", "prompt,n\none\n", "a.csv:2 has another number of cells"),
+        ("a.csv", "prompt\n" + "x" * 200_000, "a.csv:2 is no CSV: field larger"),
+    ],
+    ids=["list", "deep", "more", "fewer", "large"],
+)
+def test_what_is_no_table_of_prompts_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=message):
+        read_prompts(tmp_path / name)

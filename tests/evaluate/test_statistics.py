@@ -217,3 +217,16 @@ def test_distances_lie_in_their_interval_which_is_as_wide_as_their_spread(score)
     width = np.mean([interval.high - interval.low for interval in found])
     assert all(interval.low < interval.value < interval.high for interval in found)
     assert width == pytest.approx(2 * 1.96 * repeated.std(), rel=0.35)
+
+
+@pytest.mark.parametrize("score", ["frechet", "kid", "cmmd"])
+def test_a_set_of_two_pictures_has_no_interval(score):
+    """All resamples of two that can be scored are the two: the interval would have no width."""
+    draws = np.random.default_rng(0)
+    few, many = draws.standard_normal((2, 4)), draws.standard_normal((20, 4))
+    for x, y in ((few, few + 1), (few, many), (many, few)):
+        found = getattr(resample, score)(x, y)
+        assert np.isfinite(found.value)
+        assert np.isnan([found.low, found.high]).all()
+    three = getattr(resample, score)(many[:3], many)
+    assert three.low < three.high

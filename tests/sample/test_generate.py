@@ -202,6 +202,13 @@ def test_a_prompt_that_is_no_unicode_is_refused(tiny: Model, told: dict[str, Any
         generate(tiny, steps=1, **told)
 
 
+@pytest.mark.parametrize("told", [{"prompts": "ab\0c"}, {"prompts": "a", "negative": "ab\0c"}])
+def test_a_prompt_with_a_nul_is_refused(tiny: Model, told: dict[str, Any]) -> None:
+    """As a file of prompts may hold one, and no text in a picture."""
+    with pytest.raises(InputError, match="^a prompt whose character 3 is a NUL; give it without$"):
+        generate(tiny, steps=1, **told)
+
+
 def test_progress_and_parameters(tiny: Model) -> None:
     seen: list[tuple[int, int]] = []
     pictures = generate(

@@ -145,3 +145,12 @@ def test_other_formats_keep_the_parameters(tmp_path: Path, kind: str) -> None:
         assert image.format == kind.upper()
         comment = image.getexif().get_ifd(0x8769)[0x9286]  # as A1111 reads it
     assert comment.removeprefix(b"UNICODE\0").decode("utf-16-be").startswith("a červený circle, 圓\n")
+
+
+def test_lines_end_at_line_breaks_alone_and_are_utf8(tmp_path: Path) -> None:
+    (tmp_path / "hat.txt").write_text("red\u2028hat\nred\u2028hat\n")
+    assert expand("a __hat__", 0, tmp_path) == "a red\u2028hat"
+    assert [line["prompt"] for line in read_prompts(tmp_path / "hat.txt")] == ["red\u2028hat"] * 2
+    (tmp_path / "hat.txt").write_bytes("шляпа".encode("cp1251"))
+    with pytest.raises(InputError, match=r"hat.txt' is not UTF-8 at byte 0; save it as UTF-8"):
+        expand("a __hat__", 0, tmp_path)

@@ -151,3 +151,38 @@ def test_captions_come_from_kohyas_json(base: Path, sets: list[dict[str, Any]], 
     (tmp_path / "meta.json").write_text("[1]")
     with pytest.raises(RecipeError, match=r"data.sets.0.captions: .*allowed: \{picture: \{caption"):
         make_job(recipe_of(base, both), Pinned(tmp_path / "other"))
+
+
+def test_pictures_of_one_name_in_two_folders_have_their_own_captions(base: Path, tmp_path: Path) -> None:
+    folder, captions = tmp_path / "set", tmp_path / "meta.json"
+    for name, colour in (("cat", (90, 0, 0)), ("dog", (0, 90, 0))):
+        (folder / name).mkdir(parents=True)
+        Image.new("RGB", (40, 40), colour).save(folder / name / "1.png")
+    recipe = recipe_of(base, [{"folder": str(folder), "captions": str(captions)}])
+
+    def told(number: int, content: dict[str, str]) -> dict[str, str]:
+        captions.write_text(json.dumps({name: {"caption": text} for name, text in content.items()}))
+        make_job(recipe, Pinned(tmp_path / f"run{number}"))
+        store = Store.open(tmp_path / f"run{number}" / "data" / "pictures.lance")
+        return {row["key"]: row["caption"] for row in store.take(range(2), ["key", "caption"]).to_pylist()}
+
+    wanted = {"cat/1.png": "a cat", "dog/1.png": "a dog"}
+    assert told(0, {"/old/cat/1.png": "a cat", "/old/dog/1.png": "a dog"}) == wanted
+    assert told(1, {"dog/1": "a dog", "cat\\1.png": "a cat"}) == wanted
+    with pytest.raises(
+        RecipeError, match="data.sets.0.captions: .*'1.png' alone for cat/1.png and dog/1.png"
+    ):
+        told(2, {"1.png": "which?"})
+    with pytest.raises(RecipeError, match="data.sets.0.captions: .*'/a/1.png' and '/b/1.png' for cat/1.png"):
+        told(3, {"/a/1.png": "a cat", "/b/1.png": "a dog"})
+
+
+def test_pictures_of_a_set_that_are_rejected_are_said(
+    base: Path, sets: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(sets[1]["folder"], tmp_path / "squares")
+    (folder / "1.txt").write_bytes("красный".encode("cp1251"))
+    messages: list[str] = []
+    job = make_job(recipe_of(base, [{"folder": str(folder)}]), Pinned(tmp_path / "run"), say=messages.append)
+    assert job.rows == 1
+    assert any("rejected: {'bad-caption': 1}; see " in line for line in messages), messages

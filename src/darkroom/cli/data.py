@@ -27,6 +27,9 @@ def import_(
         int, typer.Option(min=1, help="most pixels taken, checked before decoding")
     ] = 178_000_000,
     missing_caption: Annotated[str, typer.Option(help="reject, or keep with an empty caption")] = "reject",
+    caption_encoding: Annotated[
+        str | None, typer.Option(help="of captions that are not UTF-8, such as cp1252; else rejected")
+    ] = None,
     licence: Annotated[
         str | None, typer.Option(help="of these pictures, such as CC-BY-4.0; model cards say it")
     ] = None,
@@ -40,6 +43,8 @@ def import_(
     """
     from darkroom.data.importers.job import import_pictures
 
+    if licence is not None and not re.fullmatch(r"[ -~]{1,200}", licence):
+        raise InputError(f"--licence {licence!r}", allowed="1 to 200 plain characters on one line")
     with progress_bar("import", as_json) as progress:
         report = import_pictures(
             source,
@@ -51,13 +56,12 @@ def import_(
             min_size=min_size,
             max_pixels=max_pixels,
             on_missing_caption=missing_caption,
+            caption_encoding=caption_encoding,
             progress=progress,
         )
     if licence is not None:
         from darkroom.data.store import Store
 
-        if not re.fullmatch(r"[ -~]{1,200}", licence):
-            raise InputError(f"--licence {licence!r}", allowed="1 to 200 plain characters on one line")
         Store.open(store).note_licence(source, licence)
     show(report, as_json, report.lines)
 

@@ -1,6 +1,7 @@
-"""Text from files of any age: UTF-8, else what its mark says, else Windows' Western encoding, counted.
+"""Text from files of any age: UTF-8, else what its mark says, else the encoding that the user names, counted.
 
-What is none of these is no text and is rejected: a letter that was replaced is noticed by nobody.
+What is none of these is no text and is rejected. No encoding of 8 bits is guessed: any bytes are some letters
+in each of them, and wrong letters are noticed by nobody.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from darkroom.errors import is_system_failure
+from darkroom.errors import InputError, is_system_failure
 
 MAX_CAPTION_BYTES = 1024**2
 MAX_LINE_BYTES = 64 * 1024**2
-FALLBACK = "cp1252"
+NOT_UTF8 = "not UTF-8: save it as UTF-8, or name its encoding: --caption-encoding cp1252, cp1251, ..."
 MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),  # before UTF-16, whose mark it begins with
@@ -27,8 +28,9 @@ MARKS = (
 MIXED = re.compile(
     rb"[\xc2\xc3][\x80-\xbf]|\xe2\x80[\x80-\xbf]|\xf0\x9f[\x80-\xbf]{2}|(?:[\xe3-\xed][\x80-\xbf]{2}){2}"
 )
-"""Letters, quotes, pictograms and East Asian signs in UTF-8, which no text in the fallback spells. Read as
-the fallback, they would be spoiled."""
+"""Letters, quotes, pictograms and East Asian signs in UTF-8, which no Western text of 8 bits spells. Read as
+one, they would be spoiled."""
+WESTERN = ("cp1252", "iso8859-1", "iso8859-15")
 
 
 class TextError(ValueError):
@@ -49,21 +51,36 @@ def _encoding_of(start: bytes) -> tuple[str, int]:
     return "utf-8", 0
 
 
-def decode_text(data: bytes, recoded: Counter[str] | None = None) -> str:
-    """A text's bytes as text; `recoded` counts those that were not UTF-8, by encoding. Raises TextError."""
+def checked_encoding(name: str) -> str:
+    """An encoding by Python's name for it; InputError for what is none, or spells ASCII in another way."""
+    try:
+        if b"plain text".decode(name) == "plain text":
+            return codecs.lookup(name).name
+    except (LookupError, ValueError):
+        pass
+    raise InputError(f"caption encoding '{name}'", allowed="cp1252, cp1251, shift_jis, gb18030, ...")
+
+
+def decode_text(data: bytes, recoded: Counter[str] | None = None, fallback: str | None = None) -> str:
+    """A text's bytes as text; `recoded` counts those that were not UTF-8, by encoding. Raises TextError.
+
+    `fallback` is the encoding of what is not UTF-8 and has no mark; without one that is no text.
+    """
     encoding, mark = _encoding_of(data)
     try:
         text = data[mark:].decode(encoding)
     except UnicodeDecodeError as error:
         if encoding != "utf-8":
             raise TextError(f"no whole {encoding.upper()} ({error.reason})") from None
-        if MIXED.search(data):
+        if fallback is None:
+            raise TextError(NOT_UTF8) from None
+        if fallback in WESTERN and MIXED.search(data):
             raise TextError("UTF-8 with bytes of another encoding in it") from None
-        encoding = FALLBACK
+        encoding = fallback
         try:
             text = data.decode(encoding)
         except UnicodeDecodeError:
-            raise TextError(f"neither UTF-8 nor UTF-16 nor {FALLBACK}") from None
+            raise TextError(f"neither UTF-8 nor UTF-16 nor {fallback}") from None
     if recoded is not None and encoding != "utf-8":
         recoded[encoding.removesuffix("-le").removesuffix("-be")] += 1
     return text
@@ -96,9 +113,9 @@ class TextLines:
     A line that is no text raises TextError; the next call goes on behind it.
     """
 
-    def __init__(self, pieces: Iterable[bytes], recoded: Counter[str]) -> None:
+    def __init__(self, pieces: Iterable[bytes], recoded: Counter[str], fallback: str | None = None) -> None:
         self._lines = _split(_as_utf8(iter(pieces), recoded))
-        self._recoded = recoded
+        self._recoded, self._fallback = recoded, fallback
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -117,7 +134,7 @@ class TextLines:
         try:
             return line.decode()
         except UnicodeDecodeError:
-            return decode_text(line, self._recoded)
+            return decode_text(line, self._recoded, self._fallback)
 
 
 def _as_utf8(pieces: Iterator[bytes], recoded: Counter[str]) -> Iterator[bytes]:

@@ -170,26 +170,42 @@ def _file(path: Path, column: str | None) -> list[str]:
     except UnicodeDecodeError as error:
         raise InputError(f"'{path}' is no UTF-8 text") from error
     if suffix == ".txt":
-        return text.splitlines()
-    rows = list(_json_rows(path, text) if suffix == ".jsonl" else _table_rows(text, suffix))
+        return text.split("\n")  # splitlines() would cut a prompt at U+2028 and its like too
+    rows = list(_json_rows(path, text) if suffix == ".jsonl" else _table_rows(path, text, suffix))
     names = list(dict.fromkeys(name for row in rows for name in row))
     chosen = _column(path, column, names)
-    return [str(row.get(chosen) or "") for row in rows]
+    return [_text_of(row.get(chosen), f"'{path}', row {i}") for i, row in enumerate(rows, 1)]
+
+
+def _text_of(value: Any, place: str) -> str:
+    """A cell as a prompt, nothing where it is empty; InputError for a list or an object, which is none."""
+    if value is None:
+        return ""
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    raise InputError(f"{place}: {str(value)[:60]}", allowed="a prompt as text")
 
 
 def _json_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path}:{number} is no JSON: {error}") from error
         yield row if isinstance(row, dict) else {"prompt": row}
 
 
-def _table_rows(text: str, suffix: str) -> Iterator[dict[str, Any]]:
-    return csv.DictReader(io.StringIO(text), delimiter="\t" if suffix == ".tsv" else ",")
+def _table_rows(path: Path, text: str, suffix: str) -> Iterator[dict[str, Any]]:
+    reader = csv.DictReader(io.StringIO(text), restkey="", delimiter="\t" if suffix == ".tsv" else ",")
+    try:
+        for row in reader:
+            if "" in row or None in row.values():
+                raise InputError(f"{path}:{reader.line_num} has another number of cells than the first line")
+            yield row
+    except csv.Error as error:
+        raise InputError(f"{path}:{reader.line_num + 1} is no CSV: {error}") from error
 
 
 def _parquet(path: Path, column: str | None) -> list[str]:
@@ -199,7 +215,8 @@ def _parquet(path: Path, column: str | None) -> list[str]:
     try:
         names = pq.read_schema(path).names
         chosen = _column(path, column, names)
-        return [str(value or "") for value in pq.read_table(path, columns=[chosen])[chosen].to_pylist()]
+        values = pq.read_table(path, columns=[chosen])[chosen].to_pylist()
+        return [_text_of(value, f"'{path}', row {i}") for i, value in enumerate(values, 1)]
     except (pa.ArrowInvalid, OSError) as error:
         if is_system_failure(error):
             raise

@@ -119,7 +119,12 @@ def _drawn(
 def kernel(
     kernels: KernelMatrices, *, scale: float = 1.0, seed: int = 0, resamples: int = RESAMPLES
 ) -> Interval:
-    """A squared MMD; pictures of both sets are drawn anew, copies of one never paired with each other."""
+    """A squared MMD; pictures of both sets are drawn anew, copies of one never paired with each other.
+
+    Of two pictures every resample with a pair is the two themselves: fewer than three have no interval.
+    """
+    if min(len(kernels.xx_NN), len(kernels.yy_MM)) < 3:
+        return Interval(scale * kernels.mmd(), float("nan"), float("nan"))
     draws = np.random.default_rng(seed)
     counts = []
     for side in (len(kernels.xx_NN), len(kernels.yy_MM)):

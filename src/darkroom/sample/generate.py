@@ -144,8 +144,11 @@ def _without_folder(optimisation: str) -> str:
 
 
 def _check_unicode(prompts: Sequence[str]) -> None:
-    """InputError for half a surrogate pair, which a command line or JSON may hold and no tokenizer takes."""
+    """InputError for what a command line, a file or JSON may hold and no tokenizer or PNG takes."""
     for prompt in prompts:
+        if "\0" in prompt:
+            at = prompt.index("\0") + 1
+            raise InputError(f"a prompt whose character {at} is a NUL", mend="give it without")
         try:
             prompt.encode()
         except UnicodeEncodeError as error:

@@ -54,7 +54,7 @@ def read_prompts(file: str | Path) -> list[dict[str, Any]]:
         raise InputError(f"'{file}' cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"'{file}' is not UTF-8 at byte {error.start}", mend="save it as UTF-8") from error
-    lines = [(i, line.strip()) for i, line in enumerate(text.splitlines(), start=1)]
+    lines = [(i, line.strip()) for i, line in enumerate(text.split("\n"), start=1)]
     found = [_read_line(f"{file}:{i}", line) for i, line in lines if line and not line.startswith("#")]
     if not 0 < len(found) <= MAX_LINES:
         raise InputError(f"'{file}' has {len(found)} prompts", allowed=f"1 to {MAX_LINES}")
@@ -109,7 +109,10 @@ def _lines(folder: Path, name: str) -> Sequence[str]:
     if ".." in Path(name).parts or not file.is_file():
         known = sorted(str(one.relative_to(folder).with_suffix("")) for one in folder.rglob("*.txt"))[:20]
         raise InputError(f"wildcard '__{name}__'", allowed=", ".join(known) or f"none: no .txt in '{folder}'")
-    lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").split("\n")]
+    except UnicodeDecodeError as error:
+        raise InputError(f"'{file}' is not UTF-8 at byte {error.start}", mend="save it as UTF-8") from error
     found = [line for line in lines if line and not line.startswith("#")]
     if not found:
         raise InputError(f"wildcard '__{name}__': '{file}' is empty")

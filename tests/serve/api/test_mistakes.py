@@ -130,7 +130,7 @@ def complaint(answer: httpx.Response) -> str | None:
     )
     if not 8 <= len(message) <= 600 or "\n" in message:
         return f"no clear line: {message!r}"
-    for word in ("Traceback", " 0x", " --", "darkroom ", "/work", "/tmp", ".py"):
+    for word in ("Value error", "Traceback", " 0x", " --", "darkroom ", "/work", "/tmp", ".py"):
         if word in message:
             return f"'{word}' in {message!r}"
     return None

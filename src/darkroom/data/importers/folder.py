@@ -237,6 +237,12 @@ class FolderSource:
                 if is_picture(name) and self._id(tree, name) not in listed:
                     yield self._unlisted(tree, name)
 
+    def _decode(self, data: bytes) -> str:
+        return decode_text(data, self.recoded, self._columns.encoding)
+
+    def _lines(self, tree: Tree, name: str) -> TextLines:
+        return TextLines(tree.pieces(name), self.recoded, self._columns.encoding)
+
     def _id(self, tree: Tree, name: str) -> int:
         """A file's number; a folder and the one zip in it may have the same names."""
         one = unicodedata.normalize("NFC", name).casefold() if tree.folds else name
@@ -251,13 +257,13 @@ class FolderSource:
         if found is None:
             return Problem(key, "no-file", tree.why_not(name))
         try:
-            caption = _caption_beside(tree, name, self.recoded)
+            caption = _caption_beside(tree, name, self._decode)
         except TextError as error:
             return Problem(key, "bad-caption", str(error))
         return found, caption, {}
 
     def _listed(self, tree: Tree, metadata: str, listed: SeenIds) -> Iterator[Problem | Captioned]:
-        entries = _read_entries(tree, metadata, self.recoded)
+        entries = _read_entries(self._lines(tree, metadata), metadata)
         first = list(islice(entries, KEYS_LOOKED_AT))
         names = list(dict.fromkeys(name for _, entry in first if isinstance(entry, dict) for name in entry))
         image = find_name(self._columns.image, IMAGE_NAMES, names, "image")
@@ -336,7 +342,7 @@ def _is_outside(name: str) -> bool:
     return ".." in name.split("/")
 
 
-def _caption_beside(tree: Tree, name: str, recoded: Counter[str]) -> str | None:
+def _caption_beside(tree: Tree, name: str, decode: Callable[[bytes], str]) -> str | None:
     stems = dict.fromkeys(posixpath.splitext(one)[0] for one in (name, tree.called(name)))
     for stem, extension in product(stems, BESIDE):
         found = tree.find(stem + extension)
@@ -346,7 +352,7 @@ def _caption_beside(tree: Tree, name: str, recoded: Counter[str]) -> str | None:
         if found.size > MAX_CAPTION_BYTES:
             raise TextError(f"{what}: a caption of {found.size:,} bytes, the most is {MAX_CAPTION_BYTES:,}")
         try:
-            text = decode_text(found.read(), recoded)
+            text = decode(found.read())
         except (OSError, ValueError) as error:
             if is_system_failure(error):
                 raise
@@ -355,9 +361,8 @@ def _caption_beside(tree: Tree, name: str, recoded: Counter[str]) -> str | None:
     return None
 
 
-def _read_entries(tree: Tree, name: str, recoded: Counter[str]) -> Iterator[Entry]:
+def _read_entries(lines: TextLines, name: str) -> Iterator[Entry]:
     """The entries of a metadata file, line by line."""
-    lines = TextLines(tree.pieces(name), recoded)
     yield from _csv_entries(name, lines) if name.lower().endswith(".csv") else _json_entries(name, lines)
 
 

@@ -32,7 +32,7 @@ from darkroom.data.purging import preparing
 from darkroom.data.seen import SeenIds, short_id
 from darkroom.data.sidecars import Finished, Sidecars
 from darkroom.data.store import ROWS_PER_FRAGMENT, Store, exists
-from darkroom.data.texts import flaw_of, readable
+from darkroom.data.texts import NOT_UTF8, checked_encoding, flaw_of, readable
 from darkroom.errors import InputError, Stopped
 from darkroom.hardware.system import allowed_cores, on_stop_signal, remove_tree
 
@@ -52,10 +52,10 @@ MAX_WORKERS = 16
 class ImportReport:
     """What an import did. `doubles` were there already, with the same caption; `rejected` counts by reason.
 
-    `recoded` counts texts that were not UTF-8, by the encoding they were read as; `left_out` names columns of
-    the source that are neither number, text nor list; `renamed` those whose name the store needs itself;
-    `widened` those whose type had to change for values that came later; `same_name` counts pictures of a zip
-    that have the name of a later one.
+    `recoded` counts texts that were not UTF-8, by the encoding they were read as; `not_utf8` those rejected
+    because nobody named one; `left_out` names columns of the source that are neither number, text nor list;
+    `renamed` those whose name the store needs itself; `widened` those whose type had to change for values
+    that came later; `same_name` counts pictures of a zip that have the name of a later one.
     """
 
     store: str
@@ -67,6 +67,7 @@ class ImportReport:
     rejected_file: str = ""
     left_out: list[str] = field(default_factory=list)
     recoded: dict[str, int] = field(default_factory=dict)
+    not_utf8: int = 0
     renamed: dict[str, str] = field(default_factory=dict)
     widened: dict[str, str] = field(default_factory=dict)
     same_name: int = 0
@@ -87,6 +88,11 @@ class ImportReport:
             lines.append(f"rejected: {reasons}; see {self.rejected_file}")
         if "no-caption" in self.rejected:
             lines.append("pictures without a caption come in with: --missing-caption keep")
+        if self.not_utf8:
+            lines.append(
+                f"{self.not_utf8:,} texts are not UTF-8: name their encoding with --caption-encoding, "
+                "such as cp1252 (Western) or cp1251 (Cyrillic), or save them as UTF-8, and import again"
+            )
         if self.recoded:
             counts = ", ".join(f"{count:,} as {name}" for name, count in self.recoded.items())
             lines.append(f"texts that are not UTF-8, read {counts}: look whether their letters are right")
@@ -114,6 +120,7 @@ def import_pictures(
     min_size: int = 16,
     max_pixels: int = MAX_PIXELS,
     on_missing_caption: str = "reject",
+    caption_encoding: str | None = None,
     rows_per_fragment: int = ROWS_PER_FRAGMENT,
     workers: int | None = None,
     progress: Callable[[int, int | None], None] | None = None,
@@ -125,15 +132,20 @@ def import_pictures(
     doubles and add nothing, so the same call goes on after it was stopped, and a source that was moved or
     has grown may be imported again. What cannot be used is listed in the store's `rejected.jsonl`.
     `background` is what transparent pictures are laid on for the perceptual hash; the bytes are kept as they
-    are. Raises InputError for what is no source, Stopped after SIGINT or SIGTERM with all so far committed.
+    are. `caption_encoding` is that of texts which are neither UTF-8 nor marked as UTF-16; without it they are
+    rejected. Raises InputError for what is no source, Stopped after SIGINT or SIGTERM with all so far
+    committed.
     """
     _check(background, min_size, max_pixels, on_missing_caption, rows_per_fragment)
     path = Path(source)
     kind = find_kind(path, kind)
-    reader = KINDS[kind](path, Columns(image_column, caption_column))
+    encoding = None if caption_encoding is None else checked_encoding(caption_encoding)
+    reader = KINDS[kind](path, Columns(image_column, caption_column, encoding))
     made = not isinstance(store, Store) and not exists(store)
     target = store if isinstance(store, Store) else Store.open_or_create(store)
+    # A store's finished parts are known by these: without the newest one they are written as before it.
     settings = [image_column, caption_column, min_size, max_pixels, on_missing_caption]
+    settings += [] if encoding is None else [encoding]
     filter_ = _Filter(background, min_size, max_pixels, on_missing_caption == "keep")
     with Sidecars(target.path).alone():
         target.refresh()
@@ -348,6 +360,7 @@ class _Import:
 
     def _reject(self, problem: Problem, id_: str) -> None:
         self._of_part.rejected[problem.reason] += 1
+        self.report.not_utf8 += NOT_UTF8 in problem.detail
         place = {"source": self.report.source, "key": readable(problem.key)}
         # A moved source names its pictures the same, so what its bytes identify is listed once.
         if self.rejected_before.add(short_id(f"{problem.reason}|{id_ or place}")):

@@ -188,7 +188,11 @@ class MdsSource:
 
     def _value(self, encoding: str, data: bytes) -> Any:
         """A column's value; NotImplemented for what is neither number, text nor JSON."""
-        return decode_text(data, self.recoded) if encoding == "str" else _value(encoding, data)
+        return (
+            decode_text(data, self.recoded, self._columns.encoding)
+            if encoding == "str"
+            else _value(encoding, data)
+        )
 
 
 def _shards(folder: Path) -> list[_Shard]:

@@ -112,8 +112,19 @@ class ParquetSource:
         texts = [field.name for field in batch.schema if _is_text(field.type)]
         for row in rows:
             for name in texts:
-                row[name] = _text_or_bytes(row[name], self.recoded)
+                row[name] = self._text_or_bytes(row[name])
         return rows
+
+    def _text(self, value: bytes) -> str:
+        return decode_text(value, self.recoded, self._columns.encoding)
+
+    def _text_or_bytes(self, value: bytes | None) -> str | bytes | None:
+        if value is None:
+            return None
+        try:
+            return self._text(value)
+        except TextError:
+            return value
 
     def _kept(self, schema: pa.Schema, image: str, caption: str) -> list[str]:
         out = {f.name for f in schema if _holds_bytes(f.type) and f.name not in (image, caption)}
@@ -134,7 +145,7 @@ class ParquetSource:
         else:
             content = row.pop(caption)
             try:
-                content = decode_text(content, self.recoded) if isinstance(content, bytes) else content
+                content = self._text(content) if isinstance(content, bytes) else content
                 captions = captions_of(content)
             except TextError as error:
                 yield Problem(key, "bad-caption", str(error))
@@ -165,15 +176,6 @@ def _opened(file: Path) -> pq.ParquetFile:
 
 def _is_text(type_: pa.DataType) -> bool:
     return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_))
-
-
-def _text_or_bytes(value: bytes | None, recoded: Counter[str]) -> str | bytes | None:
-    if value is None:
-        return None
-    try:
-        return decode_text(value, recoded)
-    except TextError:
-        return value
 
 
 def _holds_bytes(type_: pa.DataType) -> bool:

@@ -57,10 +57,14 @@ Item = Sample | Problem | PartRead
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Where the user says the picture and the caption are; None: found by the usual names."""
+    """Where the user says the picture and the caption are; None: found by the usual names.
+
+    `encoding` is that of texts which are not UTF-8 and have no mark; None: they are rejected.
+    """
 
     image: str | None = None
     caption: str | None = None
+    encoding: str | None = None
 
 
 class Source(Protocol):

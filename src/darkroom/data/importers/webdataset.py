@@ -122,10 +122,10 @@ class WebdatasetSource:
         extras: dict[str, Any] = {}
         for extension, content in files.items():
             if isinstance(content, bytes) and _ends_in(extension, (".json",)):
-                record = json.loads(decode_text(content, self.recoded))
+                record = json.loads(decode_text(content, self.recoded, self._columns.encoding))
                 extras |= record if isinstance(record, dict) else {extension: record}
             elif isinstance(content, bytes) and extension in LABELS:
-                extras[extension] = typed(decode_text(content, self.recoded).strip())
+                extras[extension] = typed(decode_text(content, self.recoded, self._columns.encoding).strip())
             elif extension not in TEXTS:
                 self.left_out.add(extension)
         return extras
@@ -140,7 +140,7 @@ class WebdatasetSource:
             return captions_of(extras.pop(named)) if named else [None]
         if isinstance(text, Unread) or len(text) > MAX_CAPTION_BYTES:
             raise TextError(text.detail if isinstance(text, Unread) else f"a caption of {len(text):,} bytes")
-        captions = captions_of(decode_text(text, self.recoded))
+        captions = captions_of(decode_text(text, self.recoded, self._columns.encoding))
         if named and captions_of(extras[named]) == captions:
             extras.pop(named)  # img2dataset writes it twice
         return captions

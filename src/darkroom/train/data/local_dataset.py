@@ -7,9 +7,10 @@ run that goes on reads what was gathered when it started.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -110,31 +111,63 @@ def gather(task: str, data: DataSettings, run: Path, say: Say) -> None:
 
 def _take_captions(sets: Sequence[DataSet], store: Store, numbers: Sequence[int]) -> None:
     """Give pictures the captions of their set's JSON file, found by name with or without its ending."""
-    captions = {i: _json_captions(i, one.captions) for i, one in enumerate(sets) if one.captions}
+    named = {i: _json_captions(i, one.captions) for i, one in enumerate(sets) if one.captions}
+    ends = {i: _by_ends(captions) for i, captions in named.items()}
     rows = store.take(range(store.num_rows), ["id", "key", "caption"]).to_pylist()
-    values = {}
+    values, taken = {}, dict[tuple[int, str], str]()
     for i, row in zip(numbers, rows, strict=True):
-        name = Path(row["key"]).name
-        own = captions.get(i, {})
-        values[row["id"]] = own.get(name) or own.get(Path(name).stem) or row["caption"]
+        values[row["id"]] = row["caption"]
+        entries = _entries_of(row["key"], ends.get(i, {}))
+        if not entries:
+            continue
+        other = taken.setdefault((i, entries[0]), row["key"])
+        if len(entries) > 1 or other != row["key"]:
+            two = (
+                f"'{entries[0]}' and '{entries[1]}' for {row['key']}"
+                if len(entries) > 1
+                else (f"'{entries[0]}' alone for {other} and {row['key']}")
+            )
+            mend = "have it name pictures with the folders that lie in the set's folder"
+            raise RecipeError(f"data.sets.{i}.captions", f"'{sets[i].captions}' has {two}", mend=mend)
+        values[row["id"]] = named[i][entries[0]] or row["caption"]
     store.set_by_id("caption", values)
 
 
+def _by_ends(names: Iterable[str]) -> dict[str, list[str]]:
+    """The names by each end of their path: x/y/1.png is also y/1.png and 1.png."""
+    found = defaultdict[str, list[str]](list)
+    for name in names:
+        parts = name.replace("\\", "/").split("/")
+        for n in range(len(parts)):
+            found["/".join(parts[n:])].append(name)
+    return found
+
+
+def _entries_of(key: str, ends: Mapping[str, list[str]]) -> list[str]:
+    """The names that may mean a picture: by as much of its path as one has, with or without its ending."""
+    parts = PurePosixPath(key).parts
+    for n in range(len(parts)):
+        end = "/".join(parts[n:])
+        if found := ends.get(end) or ends.get(end.removesuffix(PurePosixPath(key).suffix)):
+            return found
+    return []
+
+
 def _json_captions(number: int, file: str) -> dict[str, str]:
-    """Captions by picture's name, tags behind them."""
+    """Captions by picture's name as the file has it, tags behind them."""
     key = f"data.sets.{number}.captions"
     try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
+        content = json.loads(Path(file).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise RecipeError(key, f"no file '{file}'") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecipeError(key, f"'{file}' is no JSON: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(one, dict) for one in content.values()):
         raise RecipeError(key, f"'{file}'", allowed="{picture: {caption: ..., tags: ...}}")
     found = {}
     for name, one in content.items():
         parts = [str(one[part]) for part in ("caption", "tags") if one.get(part)]
-        found[Path(name).name] = ", ".join(parts)
+        found[name] = ", ".join(parts)
     return found
 
 
@@ -170,6 +203,8 @@ def _gather_sets(task: str, data: DataSettings, run: Path, say: Say) -> None:
         numbers += [i] * new
         more = f", {report.doubles} are in another set" if report.doubles else ""
         say(f"{new} pictures from {one.folder}{more}")
+        if report.rejected:
+            say(f"rejected: {report.rejected}; see {report.rejected_file}")
         if not new:
             raise RecipeError(f"data.sets.{i}.folder", f"'{one.folder}' adds no picture{more}")
     if any(one.captions for one in sets):

@@ -19,13 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
+import psutil
 import torch
 from torch import Tensor
 
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped
 from darkroom.hardware import accelerator, machine
+from darkroom.hardware.system import on_stop_signal
 from darkroom.recipe.sections import ParallelSettings
 
 LOST = 75  # the exit code of a process that ends because another one hangs
@@ -341,6 +344,7 @@ def _named(ranks: Sequence[int]) -> str:
 # ---- starting a job's processes on this machine, as `torchrun --standalone` does
 
 WINDOWS_FAULT = 0x8000_0000  # and above: exit codes of processes that Windows ended, as for 0xc0000005
+LEAVE_S = (1.0, 4.0)  # how long they may take to leave at once, after being told and told again
 SAVE_S = 300  # how long processes that are asked to stop may take to save
 
 
@@ -384,7 +388,9 @@ def launch(arguments: Sequence[str], count: int) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     meet_without_libuv()
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # it is said below, in one line
+    for name in [*logging.root.manager.loggerDict]:  # what they warn of is said below, in one line
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(machine().usable_cores) // count)))
     config = LaunchConfig(
         min_nodes=1,
@@ -397,10 +403,12 @@ def launch(arguments: Sequence[str], count: int) -> None:
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(),
         shutdown_timeout=SAVE_S,
+        signals_to_handle="SIGHUP,SIGQUIT",  # the others: _stopping_ranks
     )
     command = [sys.executable, "-u", "-m", "darkroom", *arguments]
     try:
-        elastic_launch(config, command[0])(*command[1:])
+        with _stopping_ranks():
+            elastic_launch(config, command[0])(*command[1:])
     except SignalException as error:
         name = signal.Signals(error.sigval).name
         raise Stopped(
@@ -408,6 +416,46 @@ def launch(arguments: Sequence[str], count: int) -> None:
         ) from None
     except ChildFailedError as error:
         raise _why(error.failures) from None
+
+
+@contextmanager
+def _stopping_ranks() -> Iterator[None]:
+    """Within, the first Ctrl-C or SIGTERM asks the ranks to save and stop; a second ends them and this one.
+
+    torch's launcher would ask them once more and wait for one that hangs; a third would leave that behind.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    asked = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            _leave_at_once()
+        asked = True
+        raise SignalException(f"signal {number}", signal.Signals(number))
+
+    with on_stop_signal(stop):
+        yield
+
+
+def _leave_at_once() -> NoReturn:
+    """End the ranks and this process. Rank 0 says which checkpoint is kept; here, who had to be killed."""
+    me = psutil.Process()
+    ranks, everyone = me.children(), me.children(recursive=True)
+    for seconds in LEAVE_S:  # for a rank that was not asked to save yet, the first is not the second one
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.terminate()
+        _, ranks = psutil.wait_procs(ranks, seconds)
+    for one in everyone:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    if ranks:
+        message = f"{len(ranks)} of the job's processes did not stop and were killed"
+        go_on = "what was saved before is whole, and the same command goes on"
+        os.write(2, f"darkroom: {message}; {go_on}\n".encode())
+    os._exit(1)
 
 
 def _why(failures: dict[int, Any]) -> DarkroomError:
