@@ -107,6 +107,27 @@ def test_steps_and_work_count_both_passes(tmp_path: Path) -> None:
     assert refused(check_shape, model, both, Limits(work=cost)) is not None
 
 
+@pytest.mark.parametrize(("solver", "calls"), [("heun", 13), ("dpmpp_sde", 13), ("pndm", 8), ("euler", 7)])
+def test_steps_are_counted_as_they_are_asked_for(small: models.Model, solver: str, calls: int) -> None:
+    """A solver of two calls a step may take as many steps as another; its calls count as work."""
+
+    def asked(steps: int, **more: Any) -> PictureRequest:
+        told = {"prompt": "a", "steps": steps, "guidance": 1.0, "solver": solver}
+        return PictureRequest.model_validate({**told, **more})
+
+    shape = check_shape(small, asked(7), Limits(steps=7))
+    assert (shape.steps, shape.cost) == (calls, calls * shape.pixels)
+    assert refused(check_shape, small, asked(7), Limits(work=round(shape.whole_cost) - 1)) is not None
+    second = {"hires": {"scale": 2.0, "strength": 0.5, "steps": 14}}
+    both = check_shape(small, asked(7, **second), Limits(steps=7))
+    assert both.larger is not None
+    assert both.larger.solver_steps == shape.solver_steps
+    for steps, more in ((9, {}), (7, {"hires": {**second["hires"], "steps": 18}})):
+        over = refused(check_shape, small, asked(steps, **more), Limits(steps=7))
+        assert over is not None
+        assert (over.status, over.code, over.param) == (422, "over_limit", "steps")
+
+
 def test_an_upscaling_network_before_the_second_pass_is_work_too() -> None:
     model = models.create("tiny", parts=("unet", "vae", "text_encoder", "tokenizer"), seed=1)
 

@@ -24,8 +24,6 @@ FILL: dict[str, Callable[[SolverRequest], SolverTable]] = {
 """The function of each solver, which has its name."""
 # What the same algorithm is called where the noise schedule is a rectified flow's.
 FOR_FLOW = {"euler": "flow_euler", "heun": "flow_heun", "dpmpp_2m": "flow_dpmpp_2m"}
-TWICE = ("heun", "dpmpp_sde", "flow_heun")
-"""Solvers that call the U-Net twice a step, the last one apart."""
 
 OF_CLASS = {
     **{row.scheduler: name for name, row in reversed(SOLVERS.items())},
@@ -166,7 +164,7 @@ def make_table(
     check_spacing(plan.spacing)
     with np.errstate(divide="ignore", invalid="ignore"):
         filled = replace(FILL[solver](plan), spacing=plan.spacing, sigmas=plan.sigmas)
-    start = plan.start * (2 if solver in TWICE else 1)
+    start = plan.start * filled.calls_a_step
     if len(filled) <= start:
         raise InputError(
             f"strength {strength:g} of {len(filled)} steps leaves none", mend="raise one of them"
@@ -230,8 +228,7 @@ def _flow_table(
     plan = SolverRequest(schedule, num_steps, spacing, settings=config, notes=notes, start=start)
     with np.errstate(divide="ignore", invalid="ignore"):
         filled = replace(FILL[solver](plan), spacing=spacing, sigmas=None)
-    calls = 2 if solver in TWICE else 1
-    return _checked(filled.begun_at(calls * start) if start else filled, schedule)
+    return _checked(filled.begun_at(filled.calls_a_step * start) if start else filled, schedule)
 
 
 def _first_step(num_steps: int, strength: float) -> int:

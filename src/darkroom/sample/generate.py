@@ -25,7 +25,7 @@ from darkroom.sample.adapters import Adapted, Encode, Given, Named, named
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.backends.eager import torch_backend
-from darkroom.sample.choice import TWICE, default_solver, make_table
+from darkroom.sample.choice import default_solver, make_table
 from darkroom.sample.control import Control, ControlledUnet, Controls
 from darkroom.sample.denoise import Condition, KnownPart, Row, Stage, denoise
 from darkroom.sample.memory import count_needs, optimise_within, pictures_that_fit
@@ -417,10 +417,10 @@ class Generation:
 
     def _readings(self, prompt: str) -> list[PromptStage]:
         """What is read of a prompt and when; with A1111's syntax it may change between steps."""
-        twice = self.table.solver in TWICE
-        steps = (self.settings.steps or 1) * (2 if twice else 1)
-        # The last step of such a solver is one call, which A1111 counts as two.
-        second = None if self.hires is None else len(self.hires.table) + twice
+        calls = self.table.calls_a_step
+        steps = (self.settings.steps or 1) * calls
+        # The last step of a solver of two calls a step is one call, which A1111 counts as two.
+        second = None if self.hires is None else len(self.hires.table) + calls - 1
         return readings(prompt, self.settings.negative or "", self.settings.weighting, steps, second)
 
     def _weights_of(self, prompt: str) -> tuple[float, ...]:

@@ -33,6 +33,9 @@ from darkroom.sample.schedule import (
     spaced_timesteps,
 )
 
+TWICE = ("heun", "dpmpp_sde", "flow_heun")
+"""Solvers that call the U-Net twice a step, the last one apart."""
+
 Levels = tuple[Array, Array, Array]
 """alpha, sigma and lambda, each [S + 1]."""
 
@@ -650,6 +653,11 @@ class SolverTable:
 
     def __len__(self) -> int:
         return len(self.draws_S)
+
+    @property
+    def calls_a_step(self) -> int:
+        """U-Net calls of one of the steps asked for."""
+        return 2 if self.solver in TWICE else 1
 
     @property
     def karras(self) -> bool:

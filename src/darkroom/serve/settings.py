@@ -83,12 +83,12 @@ class Limits(BaseModel):
     head_s: float = Field(10.0, gt=0, description="for a request to have begun; then a connection is closed")
     idle_s: int = Field(30, ge=1, description="between the requests of a connection")
     prompt_chars: int = Field(4000, ge=1, description="of a prompt, and of what to steer away from")
-    steps: int = Field(150, ge=1, le=1000, description="solver steps")
+    steps: int = Field(150, ge=1, le=1000, description="solver steps of a pass, whatever calls each takes")
     guidance: float = Field(50.0, ge=1, le=1000, description="guidance scale")
     side_pixels: int = Field(2048, ge=8, description="width or height")
     pictures: int = Field(16, ge=1, description="of one job")
     work: int = Field(
-        64 * 2**20 * 50, ge=1, description="pixels x steps x pictures of one job; guidance counts twice"
+        64 * 2**20 * 50, ge=1, description="pixels x U-Net calls x pictures of one job; guidance counts twice"
     )
     adapters: int = Field(4, ge=0, le=16, description="blended in one picture")
     adapter_weight: float = Field(4.0, gt=0, description="to either side of zero")

@@ -83,14 +83,18 @@ def shape_of(model: Model, request: PictureRequest, image: Image.Image | None = 
     larger = _larger(model, settings, (width, height), evaluations, len(request.controls))
     if larger is not None and settings.hires is not None and settings.hires.upscaler not in PLAIN_UPSCALERS:
         larger = replace(larger, enlarged_pixels=width * height)
-    return Shape(width, height, len(table), evaluations, larger, len(request.controls))
+    nets = len(request.controls)
+    return Shape(width, height, len(table), evaluations, larger, nets, calls_a_step=table.calls_a_step)
 
 
 def _larger(
     model: Model, settings: sample.GenerateSettings, size: tuple[int, int], evaluations: int, nets: int
 ) -> Shape | None:
     found = second_pass(model, settings, size)
-    return None if found is None else Shape(*found.size, len(found.table), evaluations, nets=nets)
+    if found is None:
+        return None
+    calls = found.table.calls_a_step
+    return Shape(*found.size, len(found.table), evaluations, nets=nets, calls_a_step=calls)
 
 
 class _CachedPromptGeneration(sample.Generation):

@@ -85,11 +85,18 @@ class Shape:
     """That steer it."""
     enlarged_pixels: int = 0
     """That a network reads before this pass."""
+    calls_a_step: int = 1
+    """U-Net calls of one of the solver's steps; `steps` counts the calls."""
 
     @property
     def row_cost(self) -> float:
         """Evaluations a step, with its nets': each is about half a U-Net."""
         return self.evaluations * (1 + NET_COST * self.nets)
+
+    @property
+    def solver_steps(self) -> int:
+        """Steps as a user counts them; the last of a solver of two calls a step is one call."""
+        return -(-self.steps // self.calls_a_step)
 
     @property
     def pixels(self) -> int:

@@ -254,13 +254,14 @@ def check_shape(
     if max(last.width, last.height) > limits.side_pixels:
         param = "hires" if shape.larger else "width"
         raise Refused(422, "over_limit", f"size: at most {limits.side_pixels} pixels a side", param=param)
-    if max(shape.steps, last.steps) > limits.steps + 1:
+    # PNDM and sigmas of ddim_uniform have one more than was asked for.
+    if max(shape.solver_steps, last.solver_steps) > limits.steps + 1:
         raise Refused(422, "over_limit", f"steps: at most {limits.steps}", param="steps")
     if shape.whole_cost * request.num > limits.work:
         raise Refused(
             422,
             "over_limit",
-            f"pixels x steps x pictures (guidance counts twice): {shape.whole_cost * request.num:.4g}, "
+            f"pixels x U-Net calls x pictures (guidance counts twice): {shape.whole_cost * request.num:.4g}, "
             f"at most {limits.work:.4g}",
             param="num" if request.num > 1 else "width",
         )
