@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from darkroom.cli.application import main
-from darkroom.hardware.cards import cards
+from darkroom.hardware.cards import cards, find_card
 from darkroom.measure.trace import draw_trace
 from darkroom.plan import pictures
 from darkroom.plan.jobs import Where
@@ -92,29 +92,52 @@ def test_the_verb_plans_a_trace(capsys, file):
     assert "out of reach" in out
 
 
-def test_a_rate_and_its_own_trace_agree(profiles):
-    """One rule: what a rate needs is what traces drawn at that rate need."""
-    server, where = server_of(profiles), Where(cards()["T4"])
-    request = Request(0.0, 64, 64, 30, 7.5)
-    alone = serve([request], server, 1).p95_s
-    for rate in (2 / alone, 100 / alone):
-        goal = ServingTarget(3 * alone, rate)
-        planned = plan_rate(request, goal, profiles[64, 64], where, Software("fp16"))
-        needed = [
-            plan_trace(
-                draw(request, rate, 400, seed), ServingTarget(3 * alone), profiles, where, Software("fp16")
-            )
-            for seed in range(100, 104)
-        ]
-        devices = [plan.extra["devices"] for plan in needed]
-        low, high = planned.intervals["devices"]
-        assert low * 0.8 <= max(devices)
-        assert min(devices) <= planned.extra["devices"] <= high
-        assert planned.extra["latency_p50_s"] <= planned.extra["latency_p95_s"] <= 3 * alone
-        assert planned.extra["latency_p95_s"] <= planned.extra["latency_p99_s"]
-    assert planned.extra["devices"] > 1
-    again = plan_rate(request, ServingTarget(3 * alone, rate), profiles[64, 64], where, Software("fp16"))
+@pytest.mark.parametrize("card", ["T4", "A100-80", "H100"])
+@pytest.mark.parametrize("pictures_meanwhile", [2, 100, 400])
+def test_a_rate_and_its_own_trace_agree(profiles, card, pictures_meanwhile):
+    """One rule: a trace drawn at a rate, long or shorter than the goal, needs what the rate is said to."""
+    profile, request = profiles[64, 64], Request(0.0, 64, 64, 30, 7.5)
+    where, software = Where(find_card(card)), Software("fp16")
+    alone = serve([request], Server({request.size: profile}, where, software), 1).p95_s
+    rate = pictures_meanwhile / alone  # asked for while one alone is made
+    planned = plan_rate(request, ServingTarget(3 * alone, rate), profile, where, software)
+    low, high = planned.intervals["devices"]
+
+    def needed(times, number, seed):
+        """Devices for a trace of so many times the rate."""
+        drawn = draw(request, times * rate, number, seed)
+        goal = ServingTarget(3 * alone)
+        return plan_trace(drawn, goal, {request.size: profile}, where, software).extra["devices"]
+
+    for seed, number in enumerate((400, 400, 1500), 100):  # not the seeds that the rate draws
+        assert low <= needed(1, number, seed) <= high
+    assert low <= planned.extra["devices"] <= high
+    if planned.extra["devices"] > 1:  # the control: three times the rate is another answer
+        assert needed(3, 400, 100) > high
+    latencies = [planned.extra[f"latency_{name}_s"] for name in ("p50", "p95", "p99")]
+    assert latencies == sorted(latencies)
+    assert latencies[1] <= 3 * alone
+    again = plan_rate(request, ServingTarget(3 * alone, rate), profile, where, software)
     assert again == planned  # seeded
+
+
+def test_a_trace_that_ends_before_its_queue_has_grown_says_so(profiles):
+    """What is planned is an hour like it; the devices that do for the trace alone are named beside."""
+    request, server = Request(0.0, 64, 64, 30, 7.5), server_of(profiles)
+    alone = serve([request], server, 1).p95_s
+    short = draw(request, 400 / alone, 600, 0)  # one and a half times as long as one picture takes
+    goal = ServingTarget(3 * alone)
+    fewest = fewest_devices(short, server, goal.latency_s).devices
+    plan = plan_trace(short, goal, profiles, Where(cards()["T4"]), Software("fp16"))
+    assert plan.extra["devices"] > fewest
+    assert plan.extra["busy"] < 1
+    (note,) = [note for note in plan.notes if "the trace alone" in note]
+    assert f" on {fewest}, " in note
+    assert note.endswith(f"need {plan.extra['devices']}")
+    at_once = [replace(one, at=0.0) for one in short]  # no rate: served as they are
+    whole = plan_trace(at_once, goal, profiles, Where(cards()["T4"]), Software("fp16"))
+    assert whole.extra["devices"] == fewest_devices(at_once, server, goal.latency_s).devices
+    assert not any("the trace alone" in note for note in whole.notes)
 
 
 def test_lost_devices_finish_every_request_later(profiles):

@@ -10,6 +10,7 @@ import heapq
 import json
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -383,10 +384,9 @@ def fewest_at_rate(
     Of more than SIMULATED devices a part is simulated with its part of the requests: large pools wait less.
     """
     alone = serve([replace(request, at=0.0)], server, 1).p95_s
-    each = _seconds_each(request, server)
-    least = math.floor(rate * each) + 1  # with fewer the queue grows without end
-    parts = max(1, least // SIMULATED)
-    rate, least = rate / parts, math.floor(rate / parts * each) + 1
+    parts = max(1, fewest_going_on([request], rate, server) // SIMULATED)
+    rate = rate / parts
+    least = fewest_going_on([request], rate, server)
     lasts = max(30 * alone, 5 * min(latency_s, 20 * alone))
     number = round(min(max(rate * lasts, FEWEST_REQUESTS), MOST_REQUESTS))
     drawn_traces = [draw(request, rate, number, seed) for seed in range(draws)]
@@ -410,6 +410,15 @@ def _whole(
     traces: Sequence[tuple[Request, ...]],
 ) -> Drawn:
     return Drawn(max(needed) * parts, served, tuple(number * parts for number in needed), kept, tuple(traces))
+
+
+def fewest_going_on(requests: Sequence[Request], rate: float, server: Server) -> int:
+    """The fewest devices that can do as much as requests like these ask for at a rate: on fewer the queue
+    grows without end, however many a short trace of them leaves in time.
+    """
+    alike = Counter(replace(request, at=0.0) for request in requests)
+    seconds = sum(number * _seconds_each(request, server) for request, number in alike.items())
+    return math.floor(rate * seconds / len(requests)) + 1
 
 
 def _seconds_each(request: Request, server: Server) -> float:

@@ -28,6 +28,7 @@ from darkroom.plan.pictures import own_guidance, picture_profile
 from darkroom.plan.roofline import Software
 from darkroom.plan.scale import ClusterSpec
 from darkroom.plan.serving import (
+    MOST_DEVICES,
     Drawn,
     Fleet,
     Request,
@@ -36,6 +37,7 @@ from darkroom.plan.serving import (
     Size,
     fewest_at_rate,
     fewest_devices,
+    fewest_going_on,
     serve,
 )
 from darkroom.plan.targets import PlanRequest, layout_of
@@ -203,19 +205,48 @@ def plan_trace(
     server = Server(profiles, where, software)
     if server.most < 1:
         return _too_large(widest, where, software, usd_per_hour, prices)
-    found = fewest_devices(requests, server, goal.latency_s, fleet=goal.fleet)
     rate = len(requests) / max(requests[-1].at, 1e-9)
+    found = _fewest_of_trace(requests, goal, server)
     kept = found.p95_s <= goal.latency_s
     plan = _plan_served(requests, rate, found, kept, profiles, where, software, usd_per_hour, prices)
-    notes = (*plan.notes, *_notes(requests, found, kept, goal.latency_s), *_fleet(goal.fleet, found))
+    notes = (
+        *plan.notes,
+        *_notes(requests, found, kept, goal.latency_s),
+        *_ends_early(requests, goal, server, found),
+        *_fleet(goal.fleet, found),
+    )
     made = replace(plan, largest_micro_batch=server.most, notes=notes)
 
     def at(slower: float) -> tuple[int, Served]:
         other = Server(profiles, where, software, slower=slower)
-        few = fewest_devices(requests, other, goal.latency_s, fleet=goal.fleet)
+        few = _fewest_of_trace(requests, goal, other)
         return few.devices, serve(requests, other, found.devices, goal.fleet)
 
     return _with_spread(made, where, software, at)
+
+
+def _fewest_of_trace(requests: Sequence[Request], goal: ServingTarget, server: Server) -> Served:
+    """The fewest devices for requests that go on as the trace has them, as for a rate: an hour is planned,
+    and a trace that ends before its queue has grown would be done in time by devices that never keep up.
+
+    Requests that all come at once have no rate: they are served as they are.
+    """
+    lasts = requests[-1].at
+    rate = len(requests) / max(lasts, 1e-9)
+    least = min(fewest_going_on(requests, rate, server), MOST_DEVICES) if lasts > 0 else 1
+    return fewest_devices(requests, server, goal.latency_s, least=least, fleet=goal.fleet)
+
+
+def _ends_early(
+    requests: Sequence[Request], goal: ServingTarget, server: Server, found: Served
+) -> Iterator[str]:
+    """Where fewer devices would do for the trace alone, because it ends."""
+    alone = fewest_devices(requests, server, goal.latency_s, fleet=goal.fleet)
+    if alone.devices < found.devices and alone.p95_s <= goal.latency_s:
+        yield (
+            f"the trace alone is in time on {alone.devices}, for it ends before its queue has grown; "
+            f"requests that go on like it need {found.devices}"
+        )
 
 
 def _fleet(fleet: Fleet | None, served: Served) -> Iterator[str]:
