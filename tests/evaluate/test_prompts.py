@@ -43,6 +43,8 @@ def test_every_kind_of_file_gives_the_same_prompts(tmp_path):
     assert read_prompts(tmp_path / "e.parquet").texts == wanted
     assert read_prompts(tmp_path / "e.parquet", most=1).texts == wanted[:1]
     assert read_prompts(tmp_path / "c.csv", column="x").texts == ("1", "2")
+    (tmp_path / "index.csv").write_text(",prompt\n0,a red circle\n1,a blue square\n")  # as pandas writes
+    assert read_prompts(tmp_path / "index.csv").texts == ("a red circle", "a blue square")
 
 
 def test_coco_captions_are_read(shared_data):

@@ -31,6 +31,18 @@ SETTINGS: dict[str, Any] = {
     "notice": lambda _: None,
 }
 PROMPT = "a red circle"
+DIFFUSERS: dict[str, Any] = {
+    "num_inference_steps": 5,
+    "guidance_scale": 4.0,
+    "height": SIZE[1],
+    "width": SIZE[0],
+    "output_type": "latent",
+}
+"""The same in diffusers' words, but for the seed."""
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(SETTINGS["seed"])
 
 
 def picture(seed: int = 0) -> Image.Image:
@@ -96,12 +108,8 @@ def theirs(model: Model, net: Any, image: Any, **more: Any) -> NDArray[np.int64]
     made = pipe(
         PROMPT,
         image=image,
-        num_inference_steps=5,
-        guidance_scale=4.0,
-        height=SIZE[1],
-        width=SIZE[0],
-        generator=torch.Generator().manual_seed(3),
-        output_type="latent",
+        **DIFFUSERS,
+        generator=seeded(),
         **more,
     )
     with torch.no_grad():
@@ -411,19 +419,9 @@ def test_a_net_in_inpainting_is_diffusers(
     )
     pipe.set_progress_bar_config(disable=True)
     common: dict[str, Any] = {"image": picture(1), "strength": strength}
-    reference = pipe(
-        PROMPT,
-        mask_image=hole(),
-        control_image=with_hole(picture(1)) if inpaints else picture(2),
-        controlnet_conditioning_scale=1.0,
-        num_inference_steps=5,
-        guidance_scale=4.0,
-        height=SIZE[1],
-        width=SIZE[0],
-        generator=torch.Generator().manual_seed(3),
-        output_type="latent",
-        **common,
-    ).images[0]
+    control_image = with_hole(picture(1)) if inpaints else picture(2)
+    more = {"mask_image": hole(), "control_image": control_image, "controlnet_conditioning_scale": 1.0}
+    reference = pipe(PROMPT, **DIFFUSERS, generator=seeded(), **more, **common).images[0]
 
     def differs(control: Control) -> float:
         """Of the latents, over max(1, max|x|)."""

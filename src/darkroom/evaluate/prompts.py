@@ -198,10 +198,10 @@ def _json_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
 
 
 def _table_rows(path: Path, text: str, suffix: str) -> Iterator[dict[str, Any]]:
-    reader = csv.DictReader(io.StringIO(text), restkey="", delimiter="\t" if suffix == ".tsv" else ",")
+    reader = csv.DictReader(io.StringIO(text), delimiter="\t" if suffix == ".tsv" else ",")
     try:
         for row in reader:
-            if "" in row or None in row.values():
+            if None in row or None in row.values():
                 raise InputError(f"{path}:{reader.line_num} has another number of cells than the first line")
             yield row
     except csv.Error as error:

@@ -143,7 +143,7 @@ def _without_folder(optimisation: str) -> str:
     return f"{name}:{Path(argument).name or Path(argument).resolve().name}"
 
 
-def _check_unicode(prompts: Sequence[str]) -> None:
+def _check_characters(prompts: Sequence[str]) -> None:
     """InputError for what a command line, a file or JSON may hold and no tokenizer or PNG takes."""
     for prompt in prompts:
         if "\0" in prompt:
@@ -289,7 +289,7 @@ class Generation:
         self.num_pictures = len(prompts) * settings.num
         if not prompts:
             raise InputError("no prompt", mend="give at least one")
-        _check_unicode([*prompts, settings.negative or ""])
+        _check_characters([*prompts, settings.negative or ""])
         _check_seeds(settings, len(prompts))
         self._weights = [self._weights_of(text) for text in self.adapted.prompts]
         if isinstance(backend, str):

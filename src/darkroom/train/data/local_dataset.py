@@ -122,11 +122,9 @@ def _take_captions(sets: Sequence[DataSet], store: Store, numbers: Sequence[int]
             continue
         other = taken.setdefault((i, entries[0]), row["key"])
         if len(entries) > 1 or other != row["key"]:
-            two = (
-                f"'{entries[0]}' and '{entries[1]}' for {row['key']}"
-                if len(entries) > 1
-                else (f"'{entries[0]}' alone for {other} and {row['key']}")
-            )
+            two = f"'{entries[0]}' alone for {other} and {row['key']}"
+            if len(entries) > 1:
+                two = f"'{entries[0]}' and '{entries[1]}' for {row['key']}"
             mend = "have it name pictures with the folders that lie in the set's folder"
             raise RecipeError(f"data.sets.{i}.captions", f"'{sets[i].captions}' has {two}", mend=mend)
         values[row["id"]] = named[i][entries[0]] or row["caption"]

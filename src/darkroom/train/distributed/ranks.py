@@ -402,7 +402,6 @@ def launch(arguments: Sequence[str], count: int) -> None:
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(),
-        shutdown_timeout=SAVE_S,
         signals_to_handle="SIGHUP,SIGQUIT",  # the others: _stopping_ranks
     )
     command = [sys.executable, "-u", "-m", "darkroom", *arguments]
@@ -423,16 +422,19 @@ def _stopping_ranks() -> Iterator[None]:
     """Within, the first Ctrl-C or SIGTERM asks the ranks to save and stop; a second ends them and this one.
 
     torch's launcher would ask them once more and wait for one that hangs; a third would leave that behind.
+    It waits as long as `SAVE_S` from torch 2.13 on only: before, 30 s.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
     asked = False
 
     def stop(number: int, frame: FrameType | None) -> None:
+        """The handler."""
         nonlocal asked
         if asked:
             _leave_at_once()
         asked = True
+        _ended(psutil.Process().children(), SAVE_S)
         raise SignalException(f"signal {number}", signal.Signals(number))
 
     with on_stop_signal(stop):
@@ -444,10 +446,7 @@ def _leave_at_once() -> NoReturn:
     me = psutil.Process()
     ranks, everyone = me.children(), me.children(recursive=True)
     for seconds in LEAVE_S:  # for a rank that was not asked to save yet, the first is not the second one
-        for rank in ranks:
-            with suppress(psutil.NoSuchProcess):
-                rank.terminate()
-        _, ranks = psutil.wait_procs(ranks, seconds)
+        ranks = _ended(ranks, seconds)
     for one in everyone:
         with suppress(psutil.NoSuchProcess):
             one.kill()
@@ -456,6 +455,15 @@ def _leave_at_once() -> NoReturn:
         go_on = "what was saved before is whole, and the same command goes on"
         os.write(2, f"darkroom: {message}; {go_on}\n".encode())
     os._exit(1)
+
+
+def _ended(ranks: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Ask them to end; those that have not after so long."""
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):
+            rank.terminate()
+    alive: list[psutil.Process] = psutil.wait_procs(ranks, seconds)[1]
+    return alive
 
 
 def _why(failures: dict[int, Any]) -> DarkroomError:
