@@ -4,23 +4,32 @@
     nice -n 10 python benchmarks/mutants.py --minutes 25
 
 Mutants are the ones listed in CHOSEN, and of each module in TESTS as many of cosmic-ray's as time allows, in
-an order drawn by seed. Each runs in a fork of a process that has imported torch, so a mutant costs its tests
-alone; the source on disk stays as it is. A mutant that no test notices has survived. Linux, macOS.
+an order drawn by seed. Each runs in a fork of a process that has imported torch, and only the tests that
+reach the changed line run, quickest first; a change of what runs at import takes them all. The source on disk
+stays as it is. What these tests do not notice is tried on all tests of the module; a mutant that none of them
+notices has survived. Linux, macOS.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import csv
 import importlib.machinery
+import json
 import os
 import random
+import resource
 import signal
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src/darkroom"
@@ -101,11 +110,19 @@ CHOSEN: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Mutant:
-    """A module's text with one mistake, and where it is."""
+    """A module's text with one mistake, the lines that it changes, and what it is."""
 
     module: str
     text: str
+    lines: frozenset[int]
     about: str
+
+
+def make_mutant(module: str, whole: str, text: str) -> Mutant:
+    """A mistake, with the lines of the statement that it changes."""
+    pairs = enumerate(zip(whole.splitlines(), text.splitlines(), strict=False), 1)
+    line, changed = next((i, after.strip()) for i, (before, after) in pairs if before != after)
+    return Mutant(module, text, statement(whole, line), f"{line}: {changed}")
 
 
 def chosen(module: str) -> Iterator[Mutant]:
@@ -114,7 +131,7 @@ def chosen(module: str) -> Iterator[Mutant]:
     for of, before, after in CHOSEN:
         if of == module:
             assert whole.count(before) == 1, (module, before, whole.count(before))
-            yield Mutant(module, whole.replace(before, after), f"{before!r} -> {after!r}")
+            yield make_mutant(module, whole, whole.replace(before, after))
 
 
 def drawn(module: str, seed: int) -> list[Mutant]:
@@ -135,42 +152,163 @@ def drawn(module: str, seed: int) -> list[Mutant]:
             line = next((i for i, (a, b) in enumerate(lines, 1) if a != b), 0)
             quiet = line <= first_function or " | " in whole.splitlines()[line - 1]  # a type, not a value
             if not quiet:
-                changed = text.splitlines()[line - 1].strip()
-                found.append(Mutant(module, text, f"{line}: {changed}"))
+                found.append(make_mutant(module, whole, text))
     random.Random(seed).shuffle(found)
     return found
 
 
-def survives(mutant: Mutant | None, module: str, seconds: int) -> bool:
-    """Whether the module's tests pass with the mistake; without one, whether they pass at all."""
+@dataclass(frozen=True)
+class Tests:
+    """The tests of a module: how long each takes, and the lines of the module that it reaches."""
+
+    seconds: dict[str, float]
+    lines: dict[str, frozenset[int]]
+    imported: frozenset[int]
+
+    def all(self) -> list[str]:
+        return sorted(self.seconds, key=self.seconds.__getitem__)
+
+    def reaching(self, changed: frozenset[int]) -> list[str]:
+        """The tests that reach these lines, quickest first."""
+        if changed & self.imported:
+            return self.all()
+        return [name for name in self.all() if changed & self.lines.get(name, frozenset())]
+
+
+class Reached:
+    """A pytest plugin that notes each test's duration and the lines of one file that it reaches."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.lines: dict[str, set[int]] = {}
+        self.seconds: dict[str, float] = {}
+        self.now: set[int] = set()
+
+    def trace(self, frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != self.path:
+            return None
+        self.now.add(frame.f_lineno)
+        return self.trace
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.now = self.lines.setdefault(nodeid, set())
+        threading.settrace(self.trace)
+        sys.settrace(self.trace)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+
+
+class Only:
+    """A pytest plugin that runs some tests alone, in their order."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.places = {name: place for place, name in enumerate(names)}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        kept = [item for item in items if item.nodeid in self.places]
+        items[:] = sorted(kept, key=lambda item: self.places[item.nodeid])
+
+
+def tests_of(module: str) -> Tests:
+    """Runs a module's tests as they are; ends the program where one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "reached.json"
+        child = os.fork()
+        if not child:
+            reached = Reached(SOURCE / module)
+            code = _pytest(module, reached, [])
+            lines = {name: sorted(found) for name, found in reached.lines.items()}
+            result.write_text(json.dumps([reached.seconds, lines]))
+            os._exit(code)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"the tests of {module} fail as they are")
+        seconds, lines = json.loads(result.read_text())
+    return Tests(seconds, {name: frozenset(at) for name, at in lines.items()}, run_at_import(module))
+
+
+def run_at_import(module: str) -> frozenset[int]:
+    """The lines of a module's and its classes' own code, without those of functions."""
+    found: set[int] = set()
+
+    def walk(code: CodeType) -> None:
+        found.update(line for _, _, line in code.co_lines() if line)
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType) and "__qualname__" in inner.co_names:  # a class
+                walk(inner)
+
+    walk(compile((SOURCE / module).read_text(), module, "exec"))
+    return frozenset(found)
+
+
+def statement(whole: str, line: int) -> frozenset[int]:
+    """The lines of the statement at a line: all of a simple one, the head of one with a body."""
+    spans = []
+    for node in ast.walk(ast.parse(whole)):
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            end = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or node.lineno
+            if node.lineno <= line <= end:
+                spans.append(range(node.lineno, end + 1))
+    return frozenset(min(spans, key=len, default=range(line, line + 1)))
+
+
+def start(mutant: Mutant, tests: list[str], seconds: int) -> int:
+    """Runs these tests with the mistake in a process of their own; its number."""
     child = os.fork()
-    if not child:
-        _test(mutant, module, seconds)
-    until = time.monotonic() + 20 * seconds  # the limit is of CPU seconds; others may use the machine
-    while time.monotonic() < until:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return status == 0
+    if child:
+        return child
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    _put_in_place(SOURCE / mutant.module, mutant.text)
+    os._exit(_pytest(mutant.module, Only(tests), ["-x"]))
+
+
+def run(mutants: list[Mutant], tests: Tests, workers: int, until: float) -> Iterator[tuple[Mutant, bool]]:
+    """Each mutant and whether it survives, several at a time, until the time is over."""
+    limit = max(15, 3 * round(sum(tests.seconds.values())))  # CPU seconds; others may use the machine
+    waiting = iter(mutants)
+    running: dict[int, tuple[Mutant, bool, float]] = {}
+    again: list[Mutant] = []  # what the tests that reach it do not notice
+    while True:
+        while len(running) < workers:
+            late = time.monotonic() > until
+            if again:
+                mutant, chosen = again.pop(), tests.all()
+            elif late or (mutant := next(waiting, None)) is None:  # type: ignore[assignment]
+                break
+            else:
+                chosen = tests.reaching(mutant.lines) or tests.all()
+            everything = len(chosen) == len(tests.seconds)
+            running[start(mutant, chosen, limit)] = (mutant, everything, time.monotonic() + 20 * limit)
+        if not running:
+            return
+        for child, (mutant, everything, latest) in list(running.items()):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if not ended and time.monotonic() < latest:
+                continue
+            if not ended:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            del running[child]
+            passed = bool(ended) and status == 0
+            if passed and not everything:
+                again.append(mutant)
+            else:
+                print(f"  {'survived' if passed else 'killed'}: {mutant.about}", flush=True)
+                yield mutant, passed
         time.sleep(0.02)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
 
 
-def _test(mutant: Mutant | None, module: str, seconds: int) -> None:
-    import resource
-
+def _pytest(module: str, plugin: Any, more: list[str]) -> int:
+    """A module's tests in this process, without their output; the exit code."""
     import pytest
 
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    if mutant is not None:
-        _put_in_place(SOURCE / module, mutant.text)
     sink = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(sink, stream)
     files = [str(ROOT / "tests" / name) for name in TESTS[module]]
-    code = pytest.main(["-x", "-q", "-m", "not nightly", "-p", "no:cacheprovider", "--tb=no", *files])
-    os._exit(int(code))
+    quiet = ["-q", "-m", "not nightly", "-p", "no:cacheprovider", "--tb=no", f"--rootdir={ROOT}"]
+    return int(pytest.main([*quiet, *more, *files], plugins=[plugin]))
 
 
 def _put_in_place(path: Path, text: str) -> None:
@@ -186,13 +324,16 @@ def _put_in_place(path: Path, text: str) -> None:
 
 
 def main() -> None:
-    told = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    told.add_argument("--minutes", type=float, default=25, help="of all")
-    told.add_argument("--module", action="append", choices=sorted(TESTS), help="this alone; may be repeated")
-    told.add_argument("--chosen-only", action="store_true", help="without cosmic-ray's")
-    told.add_argument("--seed", type=int, default=0, help="of the order of cosmic-ray's")
-    told.add_argument("--out", type=Path, default=ROOT / "benchmarks/mutants.csv")
-    args = told.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--minutes", type=float, default=25, help="of all")
+    parser.add_argument("--workers", type=int, default=2, help="mutants at a time")
+    parser.add_argument(
+        "--module", action="append", choices=sorted(TESTS), help="this alone; may be repeated"
+    )
+    parser.add_argument("--chosen-only", action="store_true", help="without cosmic-ray's")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of cosmic-ray's")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/mutants.csv")
+    args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(ROOT / "src"))
     # What every fork needs; not lance, which does not bear forking.
@@ -204,37 +345,23 @@ def main() -> None:
     until = time.monotonic() + 60 * args.minutes
     rows = []
     modules = args.module or list(TESTS)
-    for module in modules:
-        begun = time.monotonic()
-        if not survives(None, module, 300):
-            sys.exit(f"the tests of {module} fail as they are")
-        limit = max(15, 2 * round(time.monotonic() - begun))
+    for place, module in enumerate(modules):
+        tests = tests_of(module)
         kinds = {"chosen": list(chosen(module))}
         if not args.chosen_only:
             kinds["cosmic-ray"] = drawn(module, args.seed)
-        print(f"{module}: tests take {time.monotonic() - begun:.1f} s", flush=True)
+        print(f"{module}: {len(tests.seconds)} tests, {sum(tests.seconds.values()):.1f} s", flush=True)
         for kind, mutants in kinds.items():
             left_s = until - time.monotonic()
-            share_s = left_s if kind == "chosen" else left_s / (len(modules) - modules.index(module))
-            left = list(run(mutants, module, limit, time.monotonic() + share_s))
-            done = len(left)
-            survived = [mutant for mutant, lives in left if lives]
-            rows.append((module, kind, len(mutants), done, done - len(survived), len(survived)))
-            print(f"  {kind}: {done} of {len(mutants)} run, {len(survived)} survived", flush=True)
+            share_s = left_s if kind == "chosen" else left_s / (len(modules) - place)
+            done = list(run(mutants, tests, args.workers, time.monotonic() + share_s))
+            survived = sum(survives for _, survives in done)
+            rows.append((module, kind, len(mutants), len(done), len(done) - survived, survived))
+            print(f"  {kind}: {len(done)} of {len(mutants)} run, {survived} survived", flush=True)
     with args.out.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("module", "mutants_from", "possible", "mutants", "killed", "survived"))
         writer.writerows(rows)
-
-
-def run(mutants: list[Mutant], module: str, limit: int, until: float) -> Iterator[tuple[Mutant, bool]]:
-    """Each mutant and whether it survives, until the time is over."""
-    for mutant in mutants:
-        if time.monotonic() > until:
-            return
-        lives = survives(mutant, module, limit)
-        print(f"  {'survived' if lives else 'killed'}: {mutant.about}", flush=True)
-        yield mutant, lives
 
 
 if __name__ == "__main__":
