@@ -134,27 +134,25 @@ def chosen(module: str) -> Iterator[Mutant]:
             yield make_mutant(module, whole, whole.replace(before, after))
 
 
-def drawn(module: str, seed: int) -> list[Mutant]:
-    """Every mutant that cosmic-ray's operators make of a module, shuffled."""
+def drawn(module: str, seed: int) -> tuple[int, Iterator[Mutant]]:
+    """How many mutants cosmic-ray's operators make of a module, and all of them in an order drawn by seed."""
+    from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator, operator_names
 
     whole = (SOURCE / module).read_text()
+    lines = whole.splitlines()
     first_function = whole[: whole.index("\ndef ")].count("\n")
-    found = []
-    for name in operator_names():
-        if not any(part in name for part in OPERATORS):
-            continue
-        occurrence = 0
-        while (text := mutate_code(whole, get_operator(name)(), occurrence)) is not None:
-            occurrence += 1
-            lines = zip(whole.splitlines(), text.splitlines(), strict=False)
-            line = next((i for i, (a, b) in enumerate(lines, 1) if a != b), 0)
-            quiet = line <= first_function or " | " in whole.splitlines()[line - 1]  # a type, not a value
-            if not quiet:
-                found.append(make_mutant(module, whole, text))
-    random.Random(seed).shuffle(found)
-    return found
+    nodes = list(ast_nodes(get_ast(whole)))
+    places = []
+    for name in (name for name in operator_names() if any(part in name for part in OPERATORS)):
+        positions = [at for node in nodes for at in get_operator(name)().mutation_positions(node)]
+        for occurrence, ((line, _), _) in enumerate(positions):
+            if line > first_function and " | " not in lines[line - 1]:  # a type, not a value
+                places.append((name, occurrence))
+    random.Random(seed).shuffle(places)
+    texts = (mutate_code(whole, get_operator(name)(), occurrence) for name, occurrence in places)
+    return len(places), (make_mutant(module, whole, text) for text in texts)
 
 
 @dataclass(frozen=True)
@@ -263,10 +261,8 @@ def start(mutant: Mutant, tests: list[str], seconds: int) -> int:
     os._exit(_pytest(mutant.module, Only(tests), ["-x"]))
 
 
-def run(mutants: list[Mutant], tests: Tests, workers: int, until: float) -> Iterator[tuple[Mutant, bool]]:
+def run(mutants: Iterator[Mutant], tests: Tests, workers: int, until: float) -> Iterator[tuple[Mutant, bool]]:
     """Each mutant and whether it survives, several at a time, until the time is over."""
-    limit = max(15, 3 * round(sum(tests.seconds.values())))  # CPU seconds; others may use the machine
-    waiting = iter(mutants)
     running: dict[int, tuple[Mutant, bool, float]] = {}
     again: list[Mutant] = []  # what the tests that reach it do not notice
     while True:
@@ -274,12 +270,14 @@ def run(mutants: list[Mutant], tests: Tests, workers: int, until: float) -> Iter
             late = time.monotonic() > until
             if again:
                 mutant, chosen = again.pop(), tests.all()
-            elif late or (mutant := next(waiting, None)) is None:  # type: ignore[assignment]
+            elif late or (mutant := next(mutants, None)) is None:  # type: ignore[assignment]
                 break
             else:
                 chosen = tests.reaching(mutant.lines) or tests.all()
             everything = len(chosen) == len(tests.seconds)
-            running[start(mutant, chosen, limit)] = (mutant, everything, time.monotonic() + 20 * limit)
+            limit = 15 + 2 * round(sum(tests.seconds[name] for name in chosen))  # CPU seconds
+            latest = time.monotonic() + 60 * limit  # of one that waits; others may use the machine
+            running[start(mutant, chosen, limit)] = (mutant, everything, latest)
         if not running:
             return
         for child, (mutant, everything, latest) in list(running.items()):
@@ -347,17 +345,18 @@ def main() -> None:
     modules = args.module or list(TESTS)
     for place, module in enumerate(modules):
         tests = tests_of(module)
-        kinds = {"chosen": list(chosen(module))}
+        listed = list(chosen(module))
+        kinds = {"chosen": (len(listed), iter(listed))}
         if not args.chosen_only:
             kinds["cosmic-ray"] = drawn(module, args.seed)
         print(f"{module}: {len(tests.seconds)} tests, {sum(tests.seconds.values()):.1f} s", flush=True)
-        for kind, mutants in kinds.items():
+        for kind, (possible, mutants) in kinds.items():
             left_s = until - time.monotonic()
             share_s = left_s if kind == "chosen" else left_s / (len(modules) - place)
             done = list(run(mutants, tests, args.workers, time.monotonic() + share_s))
             survived = sum(survives for _, survives in done)
-            rows.append((module, kind, len(mutants), len(done), len(done) - survived, survived))
-            print(f"  {kind}: {len(done)} of {len(mutants)} run, {survived} survived", flush=True)
+            rows.append((module, kind, possible, len(done), len(done) - survived, survived))
+            print(f"  {kind}: {len(done)} of {possible} run, {survived} survived", flush=True)
     with args.out.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("module", "mutants_from", "possible", "mutants", "killed", "survived"))
