@@ -24,6 +24,8 @@ class KohyaOption:
 
 
 def read_choice(name: str, table: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """Reads a value as the table's, whatever its case; RecipeError names what the table has."""
+
     def read(value: Any) -> Any:
         if str(value).lower() not in table:
             raise RecipeError(name, f"'{value}' is not known here", allowed=", ".join(table))

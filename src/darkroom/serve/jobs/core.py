@@ -260,7 +260,7 @@ class Core:
     async def check_together(
         self, wanted: Sequence[PictureRequest], *, key: str, ids: Sequence[str] = ()
     ) -> None:
-        """Whether there is room for several jobs that are of use only together, before the first is accepted.
+        """Whether the queue takes several jobs that are of use only together, before the first is accepted.
 
         One by one, the last would be refused with when it alone fits, the others cancelled, and all of them
         counted against the key's quota, at each try anew.
