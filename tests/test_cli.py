@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import pytest
 import typer
@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from darkroom import cli, errors
 from darkroom.cli import application
 from darkroom.cli.groups import DRAWING, OptionsOf, grouped
+from darkroom.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = [name for name in (command.name for command in cli.app.registered_commands) if name]
@@ -333,6 +334,34 @@ def test_options_of_a_model_may_have_other_names_and_be_left_out():
     assert seen == [{"width": 9, "seed": None}, {"width": None, "seed": None}]
     assert run(app, ["--width", "9"]).exit_code == run(app, ["--breadth", "1"]).exit_code == 2
     assert "in mm; default: never shown; default: 3" in " ".join(run(app, ["--help"]).output.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"title": "a", "mount": "wood"}, "--mount wood; allowed: glass, card"),
+        ({"title": "a", "width": 1}, "--breadth 1; allowed: greater than or equal to 2"),
+    ],
+)
+def test_a_value_that_the_model_refuses_is_named_by_its_option(given, line):
+    marked = OptionsOf(Slide, ("title", "width", "mount"), flags={"width": "--breadth"})
+    assert marked.settings({"title": "a", "width": 2, "mount": "card"}) == Slide(title="a", width=2)
+    with pytest.raises(InputError, match=f"^{re.escape(line)}$"):
+        marked.settings(given)
+
+
+def test_the_choices_of_plan_are_those_that_it_can_plan(capsys):
+    from darkroom.plan import targets
+    from darkroom.plan.options import TargetSettings
+
+    choices = {name: get_args(field.annotation) for name, field in TargetSettings.model_fields.items()}
+    assert choices["software"] == tuple(targets.SOFTWARE)
+    assert set(targets.QUANTISED) < set(choices["precision"])
+    assert choices["gpu"] == (), "the control: any name is taken, and looked up"
+    for flag, name in (("--software", "software"), ("--mode", "mode"), ("--engine", "engine")):
+        code, _, line = run(capsys, "plan", "generate", "--model", "tiny", flag, "magic")
+        assert code == 2
+        assert line == f"darkroom: {flag} magic; allowed: {', '.join(choices[name])}\n"
 
 
 def test_the_old_name_of_an_option_is_taken_with_a_line_that_names_the_new_one(capsys):

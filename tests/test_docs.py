@@ -19,6 +19,7 @@ from darkroom import cli
 from darkroom.recipe.reference import find_keys
 from documented import VARIABLES, Command, parsed
 from needs import missing
+from test_import_rules import SOURCE, modules_imported, modules_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
@@ -65,6 +66,30 @@ def test_a_walk_names_functions_that_exist_and_counts_its_files(walk):
         code = (page.parent / path).read_text(encoding="utf-8")
         for name in re.findall(r"`(\w+)`", names):
             assert re.search(rf"(def|class) {name}\b", code), f"{path}: {name}"
+
+
+def not_imported_before(paths: list[str]) -> list[str]:
+    """Files of a walk that no file before them imports."""
+    modules = modules_of(SOURCE)
+    names = {path.relative_to(SOURCE).as_posix(): name for name, path in modules.items()}
+    walked = list(dict.fromkeys(path.partition("darkroom/")[2] for path in paths))
+    reached: set[str] = set()
+    found = []
+    for path in walked:
+        found += [] if names[path] in reached else [path]
+        reached |= modules_imported(SOURCE / path, modules)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("walk", "entered"),
+    [("A training step", ["cli/training.py"]), ("A request", ["serve/api/guard.py", "serve/api/native.py"])],
+)
+def test_each_file_of_a_walk_is_imported_by_one_before_it(walk, entered):
+    text = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    paths = [path for _, path, _ in HOP.findall(text.partition(f"\n## {walk}\n")[2].partition("\n## ")[0])]
+    assert not_imported_before(paths) == entered, "where it begins"
+    assert len(not_imported_before(paths[::-1])) > 5, "the control: the other way round nothing leads on"
 
 
 def test_every_command_in_the_readmes_tables_parses():

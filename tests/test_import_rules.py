@@ -461,12 +461,11 @@ RECIPE_IS_ONE_ARGUMENT = {
     # the same run, counted instead of made
     *(
         "plan/settings.py:settings_of",
-        "plan/settings.py:as_counted",
         "plan/training.py:profile_recipe",
     ),
-    *("plan/ask.py:ask_recipe_object", "plan/ask.py:planner.ask", "plan/ask.py:estimate_run"),
+    *("plan/ask.py:ask_recipe_object", "plan/ask.py:estimate_run"),
     # the same run, measured
-    *("measure/training.py:bench_train", "measure/profiling.py:profile_recipe"),
+    "measure/training.py:bench_train",
 }
 """Who sees a whole recipe: functions that need most of its sections, or hand it on to one that does."""
 

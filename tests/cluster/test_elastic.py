@@ -30,8 +30,8 @@ from darkroom.cluster.elastic import (
     job_trainer,
     rounded_down,
 )
-from darkroom.cluster.mail import Mail
 from darkroom.cluster.train import Placement, _workers
+from darkroom.cluster.worker import Mail
 from darkroom.errors import InputError, RecipeError
 from darkroom.recipe import make_recipe
 from darkroom.train.run import train

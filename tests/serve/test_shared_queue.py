@@ -404,10 +404,10 @@ def test_uploads_of_a_server_that_was_killed_before_it_accepted_their_job_go(run
         def there() -> list[bytes | None]:
             return [core.results.read("a" * 32, "image.upload"), core.results.read(job.uid, "0.png")]
 
-        await core._house.sweep(core.limits, 0)
+        await core._retention.sweep(core.limits, 0)
         found = there()
-        monkeypatch.setattr("darkroom.serve.jobs.retention.OWNERLESS_S", 0.0)
-        await core._house.sweep(core.limits, 0)
+        monkeypatch.setattr("darkroom.serve.jobs.results.OWNERLESS_S", 0.0)
+        await core._retention.sweep(core.limits, 0)
         return [*found, *there()]
 
     first, png, then, still = run_core(scenario, shared=True, jobs=url)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +30,7 @@ from darkroom.errors import InputError
 
 if TYPE_CHECKING:
     from darkroom.measure.finetuning import Finetuning
+    from darkroom.train.jobs import TrainingSetup
 
 
 def _measured(found: Iterable[Any], out: Path | None, as_json: bool) -> None:
@@ -79,9 +82,8 @@ def bench_train(
         from darkroom.measure import profiling
 
         if model is None and recipe is not None:
-            from darkroom.recipe.read import read_recipe
-
-            found = profiling.profile_recipe(read_recipe(recipe, overrides or []), repeats=repeats)
+            with _job_of(recipe, overrides or []) as job:
+                found = profiling.profile_job(job, repeats=repeats)
         else:
             pictures = 1 if batch == "auto" else _count(batch)
             case = cases[0] if cases else None
@@ -106,6 +108,22 @@ def bench_train(
 
     _measured(run(read_recipe(recipe, overrides or []), repeats=repeats), out, as_json)
     return None
+
+
+@contextmanager
+def _job_of(recipe: Path, overrides: list[str]) -> Iterator[TrainingSetup]:
+    """A recipe's job of these processes in a temporary folder. Raises what training it would raise."""
+    from darkroom.recipe.read import read_recipe
+    from darkroom.train.distributed.ranks import joined
+    from darkroom.train.jobs import Pinned
+    from darkroom.train.setup import make_job
+
+    read = read_recipe(recipe, overrides)
+    with (
+        joined(read.parallel) as ranks,
+        tempfile.TemporaryDirectory(prefix="darkroom-bench-", ignore_cleanup_errors=True) as folder,
+    ):
+        yield make_job(read, Pinned(Path(folder)), ranks=ranks)
 
 
 def _profiled(found: Any, picture: Path, out: Path | None, as_json: bool) -> None:

@@ -85,7 +85,7 @@ def report(
     from darkroom.measure.finetuning_costs import largest_rows, step_rows
     from darkroom.measure.finetuning_quality import Followed, Judging, best_rows, follow_methods, follow_rates
     from darkroom.options import parse_bytes
-    from darkroom.plan.ask import planner
+    from darkroom.plan.ask import ask_recipe_object, planned_columns
     from darkroom.report.finetuning import write_finetuning
 
     asked = asdict(bench) | {"photos": bench.photos.resolve(), "work": bench.work.resolve()}
@@ -96,7 +96,7 @@ def report(
     judging = None
     if not costs_only:
         judging = Judging.of(bench, extractors, prompts, num=num, seed=bench.seed, draw=draw, keep=scores)
-    ask = None if planned == "none" else planner(gpu, cards)
+    ask = None if planned == "none" else lambda one: planned_columns(ask_recipe_object(one), gpu, cards)
     for method in bench.methods:
         bench.recipe(bench.case(method))  # InputError before any work
     check_same(out / "asked.json", file, asked)

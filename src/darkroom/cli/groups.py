@@ -9,10 +9,11 @@ from functools import wraps
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from darkroom.cli.application import SIZE_HELP, size_of
+from darkroom.errors import InputError
 from darkroom.picture_settings import GenerateSettings
 
 
@@ -43,6 +44,18 @@ class OptionsOf:
         """What the command is handed."""
         return given
 
+    def settings(self, given: Mapping[str, Any]) -> Any:
+        """The model that the options fill. InputError names the option whose value it refuses."""
+        try:
+            return self.model(**given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            flag = self.flags.get(name, f"--{name.replace('_', '-')}")
+            choices = ", ".join(_choices_of(self.model, name))
+            allowed = choices or first["msg"].removeprefix("Input should be ")
+            raise InputError(f"{flag} {first.get('input')}", allowed=allowed) from error
+
 
 WIDEST = 2**31
 """A larger bound says nothing to a reader of `--help`: it is left to the model."""
@@ -54,10 +67,8 @@ def _option_of(model: type[BaseModel], name: str, flag: str | None, *, only_give
     A `None: ...` in the description says what holds by default. Bounds that are open (`gt`) are left to the
     model, which has the last word on every value.
     """
-    one = model.model_fields[name]
+    one, choices = model.model_fields[name], _choices_of(model, name)
     kinds = [kind for kind in get_args(one.annotation) or (one.annotation,) if kind is not type(None)]
-    literal = next((kind for kind in (one.annotation, *kinds) if get_origin(kind) is Literal), None)
-    choices = list(map(str, get_args(literal)))
     kind: Any = str if choices else kinds[0]
     bounds = {"min": "ge", "max": "le"} if kind in (int, float) else {}
     rules = [(bound, getattr(rule, key, None)) for bound, key in bounds.items() for rule in one.metadata]
@@ -77,6 +88,13 @@ def _option_of(model: type[BaseModel], name: str, flag: str | None, *, only_give
         return Annotated[optional, option], inspect.Parameter.empty
     # A tuple stands for an option that may be given again: without it the command is handed None.
     return Annotated[optional, option], None if isinstance(one.default, tuple) else one.default
+
+
+def _choices_of(model: type[BaseModel], name: str) -> list[str]:
+    """The values of a field that has a choice of some; none of any other."""
+    annotation = model.model_fields[name].annotation
+    literal = next((one for one in (annotation, *get_args(annotation)) if get_origin(one) is Literal), None)
+    return list(map(str, get_args(literal)))
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,121 +12,44 @@ from darkroom.cli.application import Json, app, columns, console, recipe_file, s
 from darkroom.cli.groups import OptionsOf, grouped
 from darkroom.errors import InputError, RecipeError
 from darkroom.picture_settings import PictureSettings
+from darkroom.plan.options import FleetSettings, PrepareSettings, TargetSettings
 
 if TYPE_CHECKING:
-    from darkroom.plan.targets import PlanRequest, Target
+    from darkroom.plan.targets import Target
 
 JOBS = ("generate", "serve", "prepare")
 
 
-@dataclass(frozen=True)
-class TargetOptions:
-    """On what, how many, and what may be spent: `darkroom.plan.targets.Target`."""
-
-    gpu: Annotated[str, typer.Option(help="here, all, cards such as A100-80,H100, or memory=12GB")] = "here"
-    count: Annotated[
-        str, typer.Option(help="devices: 8, or 1..1024 for the curve; auto: the recipe's own number")
-    ] = "auto"
-    budget: Annotated[float | None, typer.Option(min=0, help="most USD")] = None
-    deadline: Annotated[float | None, typer.Option(min=0, help="most hours")] = None
-    price: Annotated[float | None, typer.Option(min=0, help="USD for an hour of one device")] = None
-    prices: Annotated[Path | None, typer.Option(help="a price table of your own, like prices.csv")] = None
-    provider: Annotated[
-        str, typer.Option(help="only this provider's prices: aws, lambda, verda, vast ...")
-    ] = ""
-    region: Annotated[str, typer.Option(help="only prices of regions that begin so: us, eu-central-1")] = ""
-    spot: Annotated[bool, typer.Option("--spot", help="spot prices: machines that may be taken away")] = False
-    cheapest: Annotated[
-        bool, typer.Option("--cheapest", help="the cheapest offer of each card, not the middle one")
-    ] = False
-    storage: Annotated[float | None, typer.Option(min=0, help="USD for a GB kept a month")] = None
-    egress: Annotated[float | None, typer.Option(min=0, help="USD for a GB moved out")] = None
-    mode: Annotated[
-        str, typer.Option(help="several devices: ddp, fsdp (ZeRO-2 shards), auto: the recipe's own")
-    ] = "auto"
-    network: Annotated[str | None, typer.Option(help="between nodes: a row of networks.csv")] = None
-    machine: Annotated[
-        str | None, typer.Option(help="what the cards stand in: a row of machines.csv; the usual one")
-    ] = None
-    precision: Annotated[
-        str,
-        typer.Option(help="bf16, fp16, float32; of pictures fp8, int8; auto: as the job computes by default"),
-    ] = "auto"
-    tf32: Annotated[bool, typer.Option("--tf32", help="float32 products on tensor cores too")] = False
-    engine: Annotated[str, typer.Option(help="eager, compile or graphs")] = "eager"
-    software: Annotated[
-        str, typer.Option(help="whose program runs it: darkroom, diffusers, compile, tensorrt")
-    ] = "darkroom"
-
-    def check(self) -> None:
-        """InputError for an amount that is no number."""
-        for name in ("price", "budget", "deadline", "storage", "egress"):
-            number = getattr(self, name)
-            if number is not None and not math.isfinite(number):
-                raise InputError(f"--{name} {number}", allowed="a number; leave it out where there is none")
-
-    def target(self) -> Target:
-        """What these options say, checked by their names before anything is counted."""
-        from darkroom.plan import targets
-
-        if self.gpu != "here":
-            targets.chosen_cards(self.gpu)
-        precisions = ("auto", "bf16", "fp16", "float32", *targets.QUANTISED)
-        asked = {"provider": self.provider, "region": self.region, "spot": self.spot}
-        return targets.Target(
-            gpu=self.gpu,
-            mode=_one_of("mode", self.mode, ("auto", "ddp", "fsdp")),
-            network=_network(self.network),
-            stands_in=_machine(self.machine),
-            usd_per_hour=self.price,
-            prices=_prices(self.prices, **asked, cheapest=self.cheapest),
-            budget_usd=self.budget,
-            deadline_hours=self.deadline,
-            usd_per_gb_month=self.storage,
-            usd_per_gb_out=self.egress,
-            precision=_one_of("precision", self.precision, precisions),
-            engine=_one_of("engine", self.engine, ("eager", "compile", "graphs")),
-            software=_one_of("software", self.software, tuple(targets.SOFTWARE)),
-            tf32=self.tf32,
-        )
-
-
+TARGET = OptionsOf(
+    TargetSettings,
+    tuple(TargetSettings.model_fields),
+    flags={
+        "budget_usd": "--budget",
+        "deadline_hours": "--deadline",
+        "usd_per_hour": "--price",
+        "usd_per_gb_month": "--storage",
+        "usd_per_gb_out": "--egress",
+        **{name: f"--{name}" for name in ("spot", "cheapest", "tf32")},
+    },
+)
+"""On what, how many, and what may be spent: type, default, range and meaning are `TargetSettings`'."""
 PICTURES = OptionsOf(PictureSettings, tuple(PictureSettings.model_fields))
 """Pictures that are planned: type, default, range and meaning are `PictureSettings`'."""
 
 
-@dataclass(frozen=True)
-class FleetOptions:
-    """Devices that serve, and what is asked of them."""
-
-    rate: Annotated[float, typer.Option(help="serve: pictures a second")] = 1.0
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="serve: requests as they came, a JSON object a line (docs/plan.md), --rate times"),
-    ] = None
-    latency: Annotated[float, typer.Option(help="serve: seconds within which 95 of 100 are done")] = 10.0
-    autoscale: Annotated[
-        int | None, typer.Option(min=1, help="serve: as few devices as this, more as the queue grows")
-    ] = None
-    start: Annotated[
-        float, typer.Option(min=0, help="serve: seconds until another device serves: its machine, loading")
-    ] = 120.0
-    losses: Annotated[
-        float, typer.Option(min=0, max=60, help="serve: how often an hour a (spot) device is taken away")
-    ] = 0.0
-
-    def asked(self, pictures: PictureSettings) -> PlanRequest:
-        """The plan to ask for: of requests that come evenly, or of a trace of them."""
-        from darkroom.plan.serving import Fleet, read_trace
-        from darkroom.plan.trace import ask_rate, ask_trace
-
-        changes = self.autoscale is not None or self.losses
-        fleet = Fleet(self.start, self.losses, self.autoscale) if changes else None
-        if self.trace is None:
-            return ask_rate(pictures, self.rate, self.latency, fleet)
-        if not self.rate > 0:
-            raise InputError(f"--rate {self.rate}", allowed="a number above 0")
-        return ask_trace(pictures, read_trace(self.trace, self.rate), self.latency, fleet)
+FLEET = OptionsOf(
+    FleetSettings,
+    tuple(FleetSettings.model_fields),
+    flags={
+        "pictures_per_s": "--rate",
+        "latency_s": "--latency",
+        "least": "--autoscale",
+        "start_s": "--start",
+        "losses_per_hour": "--losses",
+    },
+)
+"""What a server is asked for: type, default, range and meaning are `FleetSettings`'."""
+PREPARED = OptionsOf(PrepareSettings, tuple(PrepareSettings.model_fields), flags={"text": "--text"})
 
 
 @app.command()
@@ -137,14 +58,13 @@ def plan(
     job: Annotated[str | None, typer.Argument(help="a recipe, or generate, serve, prepare")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
     *,
-    on: TargetOptions,
+    on: Annotated[dict[str, Any], TARGET],
     fits: Annotated[
         str | None, typer.Option(help="what a card can do with --model: all tasks, on one screen")
     ] = None,
     of: Annotated[dict[str, Any], PICTURES],
-    served: FleetOptions,
-    resolution: Annotated[int, typer.Option(min=8, help="prepare: side in pixels")] = 512,
-    text: Annotated[bool, typer.Option("--text", help="prepare: the captions' states too")] = False,
+    served: Annotated[dict[str, Any], FLEET],
+    stored: Annotated[dict[str, Any], PREPARED],
     advise: Annotated[
         bool, typer.Option("--advise", help="search for the cheapest and fastest plan")
     ] = False,
@@ -174,7 +94,7 @@ def plan(
 
     Example: darkroom plan generate --model sd15 --size 512x512 --steps 30 --batch 4 --gpu A100-80
     """
-    on.check()
+    on_what = TARGET.settings(on)
     if calibrate:
         return _calibrate(rows or [], as_json)
     if validate:
@@ -182,11 +102,11 @@ def plan(
     if refresh_prices is not None:
         return _refresh(refresh_prices, as_json)
     if fits is not None:
-        return _fits(fits, of["model"], on.target(), as_json)
-    job, target = _checked_job(job), on.target()
+        return _fits(fits, of["model"], on_what.target(), as_json)
+    job, target = _checked_job(job), on_what.target()
     if job in JOBS and overrides:
         raise InputError(f"{job} {overrides[0]}", mend="a job takes flags, only a recipe takes KEY=VALUE")
-    if served.trace is not None and job != "serve":
+    if served["trace"] is not None and job != "serve":
         raise InputError(f"--trace with {job}", allowed="serve --trace FILE")
     if head is not None:
         return _head(job, overrides or [], head, write, as_json)
@@ -195,12 +115,12 @@ def plan(
     if job == "generate":
         asked = [ask.ask_generate(PictureSettings(**of))]
     elif job == "serve":
-        asked = [served.asked(PictureSettings(**of))]
+        asked = [FLEET.settings(served).asked(PictureSettings(**of))]
     elif job == "prepare":
-        asked = [ask.ask_prepare(of["model"], resolution, of["pictures"], text=text)]
+        asked = [ask.ask_prepare(of["model"], stored["resolution"], of["pictures"], text=stored["text"])]
     else:
         asked = ask.ask_phases(Path(job), overrides or [])
-    numbers = [ask.own_count(asked[0], target)] if on.count == "auto" else ask.counts(on.count)
+    numbers = [ask.own_count(asked[0], target)] if on_what.count == "auto" else ask.counts(on_what.count)
     if advise and plot is not None:
         raise InputError(
             "--plot with --advise", mend="draw without --advise: --gpu all, or a range of --count"
@@ -342,42 +262,9 @@ def _validate(as_json: bool) -> None:
     show(validation.to_dict(), as_json, validation.lines)
 
 
-def _prices(file: Path | None, **asked: Any) -> Any:
-    """The offers that count; None where nothing is said: all of prices.csv."""
-    from darkroom.hardware.prices import choose, prices
-
-    if file is not None and not file.is_file():
-        raise InputError(f"--prices {file}", mend="there is no such file: columns as in prices.csv")
-    if not any(asked.values()):
-        return None if file is None else prices(file)
-    return choose(prices() if file is None else prices(file), **asked)
-
-
 def _fits(card: str, model: str, target: Target, as_json: bool) -> None:
     from darkroom.plan.fits import what_fits
 
     found = what_fits(card, model, console(as_json), on=target)
     rows = [fit.row() for fit in found.found]
     show(found.to_dict(), as_json, lambda: [found.head(), *columns(rows), *found.foot()])
-
-
-def _one_of(name: str, given: str, allowed: tuple[str, ...]) -> str:
-    if given not in allowed:
-        raise InputError(f"--{name} {given}", allowed=", ".join(allowed))
-    return given
-
-
-def _network(name: str | None) -> str | None:
-    from darkroom.hardware.cards import networks
-
-    if name is not None and name not in networks():
-        raise InputError(f"--network {name}", allowed=", ".join(networks()))
-    return name
-
-
-def _machine(name: str | None) -> str | None:
-    from darkroom.hardware.cards import machines
-
-    if name is not None and name not in machines():
-        raise InputError(f"--machine {name}", allowed="; ".join(machines()))
-    return name

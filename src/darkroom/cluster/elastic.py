@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 PLACING = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 PLACING_S = "15"
-"""So long Ray waits for the room that a choice of workers needs before it chooses anew; its default is 60.
+"""Seconds that Ray waits for the resources of a choice of workers before it chooses anew; its default is 60.
 
 The choice counts a machine that is gone until Ray notices, some seconds later: only choosing anew helps.
 """

@@ -29,10 +29,9 @@ from darkroom.cluster.elastic import (
     rounded_down,
 )
 from darkroom.cluster.feed import online
-from darkroom.cluster.mail import Mail
 from darkroom.cluster.private_ray import private, to_extend
 from darkroom.cluster.shared_store import stores_here
-from darkroom.cluster.worker import LOST, TICK_S, work
+from darkroom.cluster.worker import LOST, TICK_S, Mail, work
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped
 from darkroom.hardware.system import on_stop_signal
 

@@ -231,15 +231,15 @@ def used_here(*tensors: torch.Tensor) -> None:
 
 
 class _OneThread:
-    """A lock that a thread may take again, and that others get in between: they wait at the door for it."""
+    """A lock that a thread may take again; after a release a waiting thread has it first."""
 
     def __init__(self) -> None:
-        self._door, self._inside = threading.Lock(), threading.Lock()
+        self._queue, self._inside = threading.Lock(), threading.Lock()
         self._owner, self._depth = 0, 0
 
     def __enter__(self) -> None:
         if self._owner != threading.get_ident():
-            with self._door:
+            with self._queue:
                 self._inside.acquire()
             self._owner = threading.get_ident()
         self._depth += 1

@@ -166,7 +166,7 @@ def _pick(offers: list[Price], pick: str, number: int | None) -> Price:
 
 
 def _usd_of(row: Price, number: int) -> float:
-    """What one of so many devices costs for an hour, idle ones beside them included."""
+    """What one of so many devices costs for an hour, idle ones of the same machine included."""
     return row.usd_per_device_hour * row.paid_for(number) / number
 
 

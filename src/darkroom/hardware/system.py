@@ -348,6 +348,7 @@ def on_stop_signal(
     before: dict[int, Any] = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
     def handler(number: int, frame: FrameType | None) -> None:
+        """Call what was given; with `once` the signals first get back the handlers that they had."""
         if once:  # Ctrl-C and then SIGTERM are two: the other signal must not be noted in vain
             if (leave := _leave) is not None:  # also later, while what was noted ends the process
                 before.update(dict.fromkeys(before, lambda *_: leave(kept())))
@@ -374,6 +375,7 @@ def leaving_at_once(leave: Callable[[str], object]) -> Iterator[None]:
     interrupted = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        """Interrupt the main thread; from now on each signal calls `leave`."""
         nonlocal interrupted
         interrupted = True
         for each in STOP_SIGNALS:

@@ -11,13 +11,11 @@ stands next to them.
 from __future__ import annotations
 
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -28,10 +26,8 @@ from darkroom.hardware.accelerator import allocated_bytes
 from darkroom.hardware.memory import has_statistics, resident_bytes
 from darkroom.measure.pretraining import LADDER, SwitchedStep
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
-from darkroom.recipe.sections import Recipe
-from darkroom.train.distributed.ranks import Ranks, joined
-from darkroom.train.jobs import Pinned, TrainingSetup
-from darkroom.train.setup import make_job
+from darkroom.train.distributed.ranks import Ranks
+from darkroom.train.jobs import TrainingSetup
 from darkroom.train.step import Step
 
 PARTS = ("load", "encode", "forward", "backward", "communication", "optimiser")
@@ -180,32 +176,27 @@ def _watching(step: Step, enter: Callable[[str], None], ranks: Ranks) -> Iterato
         del vars(task)["losses"], vars(weights)["exchange"]
 
 
-def profile_recipe(recipe: Recipe, *, repeats: int = 7) -> IterationProfile | None:
-    """Profile a recipe's iteration with its loader, encoders and step; nothing is kept.
+def profile_job(job: TrainingSetup, *, repeats: int = 7) -> IterationProfile | None:
+    """Profile a job's iteration with its loader, encoders and step; nothing is kept.
 
-    Of several processes that torchrun started together all take part, and rank 0 has the result. Raises what
-    training the recipe would raise.
+    Of several processes that train together all take part, and rank 0 has the result.
     """
-    with (
-        joined(recipe.parallel) as ranks,
-        tempfile.TemporaryDirectory(prefix="darkroom-bench-", ignore_cleanup_errors=True) as folder,
-    ):
-        job = make_job(recipe, Pinned(Path(folder)), ranks=ranks)
-        with job.feed(0) as batches:
-            found = _profiled(job.step, _loading(job, batches), ranks, str(job.device), repeats)
-        if not ranks.first:
-            return None
-        settings = {
-            "resolution": recipe.data.resolution,
-            "encode": recipe.data.encode,
-            "global_batch": recipe.train.global_batch,
-            "micro_batch": job.step.micro_batch,
-            "precision": job.environment["precision"],
-            "parallel": recipe.parallel.mode,
-            "processes": ranks.size,
-        }
-        name = f"{recipe.task} of {recipe.model.base}"
-        return IterationProfile(name, str(job.device), recipe.train.global_batch, *found, settings)
+    recipe, ranks = job.recipe, job.ranks
+    with job.feed(0) as batches:
+        found = _profiled(job.step, _loading(job, batches), ranks, str(job.device), repeats)
+    if not ranks.first:
+        return None
+    settings = {
+        "resolution": recipe.data.resolution,
+        "encode": recipe.data.encode,
+        "global_batch": recipe.train.global_batch,
+        "micro_batch": job.step.micro_batch,
+        "precision": job.environment["precision"],
+        "parallel": recipe.parallel.mode,
+        "processes": ranks.size,
+    }
+    name = f"{recipe.task} of {recipe.model.base}"
+    return IterationProfile(name, str(job.device), recipe.train.global_batch, *found, settings)
 
 
 Inputs = Callable[[Callable[[str], None]], Mapping[str, Tensor]]

@@ -322,32 +322,27 @@ def ask_prepare(model: str, resolution: int, pictures: int, *, text: bool = Fals
 STATE = ("gradients", "optimiser")
 
 
-def planner(gpu: str, count: int) -> Callable[[Recipe], dict[str, Any]]:
-    """Asks recipes on `count` cards; a batch smaller than that on as many cards as it has pictures."""
-
-    def ask(recipe: Recipe) -> dict[str, Any]:
-        """Columns of a benchmark's row for a recipe that is planned, not run, in bytes and USD."""
-        number = min(count, recipe.train.global_batch)
-        micro = recipe.train.model_copy(update={"micro_batch": -(-recipe.train.global_batch // number)})
-        shared = recipe.model_copy(update={"train": micro})
-        (plan,) = plans(ask_recipe_object(shared), Target(gpu=gpu, count=number))
-        made = recipe.train.steps * recipe.train.global_batch
-        masters = 4 * plan.parameters["trained"]
-        price = plan.cost.price
-        return {
-            "device": plan.device,
-            "count": plan.count,
-            "memory_bytes": plan.peak_bytes,
-            "trained_state_bytes": int(masters + sum(plan.memory_bytes[name] for name in STATE)),
-            "images_per_s": plan.images_per_s,
-            "usd_per_image": None if plan.cost.usd is None else plan.cost.usd / made,
-            "trained": plan.parameters["trained"],
-            "total": plan.parameters["unet"],
-            "largest_batch": plan.largest_micro_batch,
-            "note": "; ".join(["planned by fake tensors and a roofline, not run", price, *plan.notes]),
-        }
-
-    return ask
+def planned_columns(asked: PlanRequest, gpu: str, count: int) -> dict[str, Any]:
+    """Columns of a benchmark's row for a recipe that is planned, not run, in bytes and USD: on `count` cards,
+    or with a smaller batch on as many cards as it has pictures.
+    """
+    batch, steps = asked.settings["global_batch"], asked.settings["steps"]
+    number = min(count, batch)
+    assert asked.remade is not None  # a recipe's request always has it
+    (plan,) = plans(asked.remade({"micro_batch": -(-batch // number)}), Target(gpu=gpu, count=number))
+    masters = 4 * plan.parameters["trained"]
+    return {
+        "device": plan.device,
+        "count": plan.count,
+        "memory_bytes": plan.peak_bytes,
+        "trained_state_bytes": int(masters + sum(plan.memory_bytes[name] for name in STATE)),
+        "images_per_s": plan.images_per_s,
+        "usd_per_image": None if plan.cost.usd is None else plan.cost.usd / (steps * batch),
+        "trained": plan.parameters["trained"],
+        "total": plan.parameters["unet"],
+        "largest_batch": plan.largest_micro_batch,
+        "note": "; ".join(["planned by fake tensors and a roofline, not run", plan.cost.price, *plan.notes]),
+    }
 
 
 # ---- the plan of a run on its own machine

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import InputError, RecipeError
-from darkroom.recipe.sections import VAE_TASKS
+from darkroom.recipe.sections import VAE_TASKS, Recipe
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
         AdapterSettings,
         DataSettings,
         ModelSettings,
-        Recipe,
+        OptimSettings,
+        SampleSettings,
         TrainSettings,
     )
 
@@ -45,21 +46,22 @@ RATES = ("unet_lr", "text_encoder_lr", "text_encoder_2_lr", "loraplus_lr_ratio")
 """Where one of these is said, the rate decides which weights are stepped together."""
 
 
-def as_counted(recipe: Recipe) -> str:
-    """A recipe without what its counts do not depend on: recipes alike in this share one count."""
+def as_counted(
+    train: TrainSettings, optim: OptimSettings, data: DataSettings, sample: SampleSettings
+) -> dict[str, Any]:
+    """The sections without what a recipe's counts do not depend on: recipes alike in this share one count."""
     changes: dict[str, Any] = {}
-    for name, keys in NO_EFFECT.items():
-        section = getattr(recipe, name)
+    for name, section in (("train", train), ("optim", optim), ("data", data), ("sample", sample)):
+        keys = NO_EFFECT[name]
         changes[name] = section.model_copy(update={key: _default(section, key) for key in keys})
-    optim, data = recipe.optim, recipe.data
     if not optim.layers and not any(getattr(optim, rate) for rate in RATES):
         changes["optim"] = changes["optim"].model_copy(update={"lr": _default(optim, "lr")})
     # Which store or folder it is does not matter, only of what kind.
     named = {key: key for key in ("store", "folder", "instance") if getattr(data, key) is not None}
     changes["data"] = changes["data"].model_copy(update=named)
     for name in NO_EFFECT_SECTIONS:
-        changes[name] = _default(recipe, name)
-    return recipe.model_copy(update=changes).dump()
+        changes[name] = Recipe.model_fields[name].get_default(call_default_factory=True)
+    return changes
 
 
 def _default(section: BaseModel, key: str) -> Any:
@@ -78,9 +80,10 @@ def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
         )
     check_settings(recipe)
     train, vae, parallel = recipe.train, recipe.model.vae, recipe.parallel
+    counted = as_counted(train, recipe.optim, recipe.data, recipe.sample)
     stores_text = recipe.data.text != "inline" and not recipe.model.train_text_encoder
     return {
-        "recipe": as_counted(recipe),
+        "recipe": recipe.model_copy(update=counted).dump(),
         "notes": list(notes),
         "phases": len(recipe.phases),
         "mode": "fsdp" if parallel.mode == "fsdp" else "ddp",

@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from darkroom.errors import RecipeError
-from darkroom.hardware.system import read_typed
 from darkroom.recipe.kohya_options import (
     ADAFACTOR_RATE,
     ADAPTER_DEFAULTS,
@@ -39,9 +37,12 @@ from darkroom.recipe.kohya_options import (
     TABLE,
     TEXT,
     TIMES,
+    read_arguments,
     read_choice,
+    read_float,
     read_number,
     read_side,
+    read_toml,
 )
 
 
@@ -76,7 +77,7 @@ class RecipeDraft:
 def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     """A recipe's content of a TOML of sd-scripts, and lines about what was left out."""
     file = Path(path)
-    given = _flat(_toml(file))
+    given = _flat(read_toml(file))
     read = RecipeDraft()
     if state := given.pop("resume", None):
         refuse_foreign_state("resume", file.parent / str(state))
@@ -226,15 +227,6 @@ def _caption_dropout(read: RecipeDraft, given: Mapping[str, Any]) -> None:
         read.put("data.caption_dropout", round(1 - (1 - rate) * (1 - 1 / every), 6))
 
 
-def _toml(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise RecipeError.missing(file)
-    try:
-        return tomllib.loads(read_typed(file))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(str(file), f"not readable as TOML: {error}") from error
-
-
 def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
     """Options of all sections together: their headings mean nothing to sd-scripts."""
     flat: dict[str, Any] = {}
@@ -243,15 +235,8 @@ def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _arguments(given: Any) -> Iterator[tuple[str, str]]:
-    """The pairs of ["conv_dim=4", ...], or of one text of them."""
-    for one in given.split() if isinstance(given, str) else given or ():
-        name, _, value = str(one).partition("=")
-        yield name.strip(), value.strip()
-
-
 def _network(read: RecipeDraft, given: Mapping[str, Any]) -> None:
-    module, arguments = str(given["network_module"]), dict(_arguments(given.get("network_args")))
+    module, arguments = str(given["network_module"]), dict(read_arguments(given.get("network_args")))
     is_lycoris = module == "lycoris.kohya"
     if module == "networks.oft":
         raise RecipeError(
@@ -419,7 +404,7 @@ def _sets(read: RecipeDraft, given: Mapping[str, Any], folder: Path) -> None:
     """Folders of pictures as data.sets."""
     prior = float(given.get("prior_loss_weight", 1.0))
     if config := given.get("dataset_config"):
-        found = list(_configured(read, _toml(folder / str(config)), prior))
+        found = list(_configured(read, read_toml(folder / str(config)), prior))
         made, is_class = [one for one, _ in found], [of_class for _, of_class in found]
     else:
         if given.get("in_json"):
@@ -547,16 +532,16 @@ def _optimiser(read: RecipeDraft, given: Mapping[str, Any]) -> None:
     chosen = read.content.get("optim", {}).get("name")
     if chosen in ("adafactor", "lion", "came", "prodigy"):
         read.put("optim.weight_decay", 0.0)  # those classes' own default
-    arguments = dict(_arguments(given.get("optimizer_args")))
+    arguments = dict(read_arguments(given.get("optimizer_args")))
     if chosen == "adafactor":
         _relative_step(read, arguments.pop("relative_step", "true"))
     known = DONE_ANYWAY | ({("safeguard_warmup", "true")} if warmup else set())
     for name, value in arguments.items():
         if name == "betas":
             for i, beta in enumerate(value.strip("()[]").split(","), 1):
-                read.put(f"optim.beta{i}", _float(name, beta))
+                read.put(f"optim.beta{i}", read_float(name, beta))
         elif name in ("weight_decay", "eps", "d_coef"):
-            read.put(f"optim.{name}", _float(name, value))
+            read.put(f"optim.{name}", read_float(name, value))
         elif name == "use_bias_correction" or (name == "scale_parameter" and chosen == "adafactor"):
             read.put(f"optim.{name}", value.lower() == "true")
         elif (name, value.lower()) not in known:
@@ -575,13 +560,6 @@ def _relative_step(read: RecipeDraft, value: str) -> None:
         f"optim.lr={ADAFACTOR_RATE:g}, constant: without relative_step=False sd-scripts' Adafactor passes "
         "learning rates and lr_scheduler by"
     )
-
-
-def _float(name: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise RecipeError(f"optimizer_args {name}", f"'{value}'", allowed="a number") from None
 
 
 DONE_ANYWAY = {("warmup_init", "false"), ("decouple", "true")}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from darkroom.errors import RecipeError
+from darkroom.hardware.system import read_typed
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 REPEATS = re.compile(r"(\d+)_(.+)")
@@ -24,12 +27,39 @@ class KohyaOption:
 
 
 def read_choice(name: str, table: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """Reads a value as the table's, whatever its case; RecipeError names what the table has."""
+
     def read(value: Any) -> Any:
         if str(value).lower() not in table:
             raise RecipeError(name, f"'{value}' is not known here", allowed=", ".join(table))
         return table[str(value).lower()]
 
     return read
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """A TOML file's content; RecipeError where it is missing or no TOML."""
+    if not file.is_file():
+        raise RecipeError.missing(file)
+    try:
+        return tomllib.loads(read_typed(file))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(str(file), f"not readable as TOML: {error}") from error
+
+
+def read_arguments(given: Any) -> Iterator[tuple[str, str]]:
+    """The pairs of ["conv_dim=4", ...], or of one text of them."""
+    for one in given.split() if isinstance(given, str) else given or ():
+        name, _, value = str(one).partition("=")
+        yield name.strip(), value.strip()
+
+
+def read_float(name: str, value: str) -> float:
+    """A number of optimizer_args; RecipeError for anything else."""
+    try:
+        return float(value)
+    except ValueError:
+        raise RecipeError(f"optimizer_args {name}", f"'{value}'", allowed="a number") from None
 
 
 def read_side(value: Any) -> int:

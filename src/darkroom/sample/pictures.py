@@ -349,7 +349,7 @@ def a1111_text(parameters: dict[str, Any]) -> str:
         "Eta DDIM": parameters.get("eta") or None,
         **_further_pairs(parameters),
         "CFG Rescale": parameters.get("guidance_rescale") or None,
-        "RNG": "CPU",  # where the noise is drawn; A1111 draws on the card unless told
+        "RNG": "CPU",  # where the noise is drawn; A1111 draws on the card by default
         "Version": f"darkroom {parameters['version']}" if "version" in parameters else None,
     }
     lines.append(", ".join(f"{key}: {_quoted(value)}" for key, value in pairs.items() if value is not None))

@@ -501,12 +501,12 @@ def test_a_broken_model_folder_is_a_state_and_no_hang(run_core, tmp_path):
 def test_a_full_disk_is_a_state_and_passes(run_core):
     async def scenario(core):
         core.settings = core.settings.model_copy(update={"min_free_bytes": 2**62})
-        await core._house.sweep(core.limits, core.settings.min_free_bytes)
+        await core._retention.sweep(core.limits, core.settings.min_free_bytes)
         with pytest.raises(Refused) as caught:
             await core.submit(QUICK, key="a")
         trouble = core.trouble()
         core.settings = core.settings.model_copy(update={"min_free_bytes": 0})
-        await core._house.sweep(core.limits, core.settings.min_free_bytes)
+        await core._retention.sweep(core.limits, core.settings.min_free_bytes)
         await core.finished((await core.submit(QUICK, key="a")).id, key="a")
         return caught.value, trouble
 
@@ -637,10 +637,10 @@ def test_what_was_kept_long_enough_goes(run_core):
             await core.finished(job.id, key="a")
         one_bytes = len((await core.pictures(jobs[0].id, key="a"))[0].png)
         core.limits = core.limits.model_copy(update={"keep_bytes": int(one_bytes * 2.5)})
-        await core._house.sweep(core.limits, core.settings.min_free_bytes)
+        await core._retention.sweep(core.limits, core.settings.min_free_bytes)
         by_size = {job.id for job in await core.jobs(key="a")}
         core.limits = core.limits.model_copy(update={"keep_s": 0.001})
-        await core._house.sweep(core.limits, core.settings.min_free_bytes)
+        await core._retention.sweep(core.limits, core.settings.min_free_bytes)
         return [job.id for job in jobs], by_size, await core.jobs(key="a"), core.results.uids()
 
     ids, by_size, left, files = run_core(scenario)
@@ -857,7 +857,7 @@ def test_nothing_of_a_job_is_left_on_the_disk_when_it_was_kept_long_enough(run_c
             ]
 
         before = found()
-        await core._house.sweep(core.limits.model_copy(update={"keep_s": 0.001}), 0)
+        await core._retention.sweep(core.limits.model_copy(update={"keep_s": 0.001}), 0)
         await asyncio.wrap_future(core.store.probe())  # the log is emptied after the rows are gone
         return before, found(), stat.S_IMODE(folder.stat().st_mode)
 
@@ -882,9 +882,9 @@ def test_files_that_cannot_be_deleted_keep_their_job_and_go_later(run_core, monk
 
         with monkeypatch.context() as patched:
             patched.setattr(Results, "delete", sticking)
-            await core._house.sweep(limits, 0)
+            await core._retention.sweep(limits, 0)
             left = [job.uid for job in await core.jobs(key="a")], core.results.uids()
-        await core._house.sweep(limits, 0)
+        await core._retention.sweep(limits, 0)
         return stuck, left, core.results.uids(), await core.jobs(key="a")
 
     stuck, left, files, jobs = run_core(scenario)

@@ -57,6 +57,7 @@ def _copy_outputs(applied: Applied, mode: str) -> None:
         def copied(
             x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
         ) -> torch.Tensor:
+            """The U-Net's output in memory of its own, which the next call leaves as it is."""
             _know_this_thread()
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             return call(x, t, text, added).clone()
@@ -106,7 +107,7 @@ class _ByShape:
     """A call made anew for each set of shapes and types, and kept; past `most` sets it is used as it is.
 
     What was recorded of rows with adapters holds for the layers that the bank changed then: those that read
-    other matrices are recorded anew. Differences as large as layers are told apart by row, on the host, so
+    other matrices are recorded anew. Differences as large as layers are distinguished by row, on the host, so
     calls with these are not recorded.
     """
 

@@ -61,7 +61,7 @@ def make_app(
 ) -> AsgiApp:
     """The application of a core; the core starts and closes with it.
 
-    That of a `replica` begins once the model is loaded, and drains before it ends: whoever runs it sends it
+    That of a `replica` begins once the model is loaded, and drains before it ends: what runs it sends it
     requests from the first moment, and has a way of its own to tell it to stop.
     """
 

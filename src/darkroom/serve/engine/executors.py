@@ -261,8 +261,8 @@ class Beside:
 def places_for(device: torch.device, lanes: int, threads: int, *, apart: bool = True) -> tuple[Steps, Aside]:
     """Where to take steps, and where to do the other work; `lanes` and `threads` are of a CPU.
 
-    Unless `apart`, the engine's thread does both: where the weights of one part make room for another's. And
-    on accelerators of one stream: Metal ends a process whose threads both call it (pytorch issue 197805).
+    Unless `apart`, the engine's thread does both: where one part's weights are released for another's. And on
+    accelerators of one stream: Metal ends a process whose threads both call it (pytorch issue 197805).
     """
     if device.type == "cpu":
         steps = Lanes(lanes, threads)

@@ -2,7 +2,7 @@
 
 A job of a model that is not loaded waits here, checked by the model's outline. Models are loaded one at a
 time, first the one whose jobs have waited longest; the others draw meanwhile. Where memory is short, the one
-not asked for longest makes room. What it was given before it draws first, and newer jobs of it wait here for
+not asked for longest is released. What it was given before it draws first, and newer jobs of it wait here for
 its next turn: none is released while it has work, and each has its turn.
 
 With one model there is nothing to choose: it is loaded at the start and stays.
@@ -345,7 +345,7 @@ class ModelPool:
         return min(waiting, key=lambda one: one.parked[0].accepted_s, default=None)
 
     async def _has_room(self, wanted: ServedModel) -> bool:
-        """Release what has no work until there is room; the rest of what has to go is given no more."""
+        """Release what has no work until the model fits; the rest of what has to go is given no more."""
         there = [one for one in self.served if one.opened is not None]
         short = sum(one.bytes for one in there) + wanted.bytes - self.most_bytes
         going: list[ServedModel] = []
@@ -433,7 +433,7 @@ class ModelPool:
         await self._beside("releasing", served, _close, opened)
         weights, device = weakref.ref(opened.model), opened.engine.studio.backend.device
         del opened
-        for i in range(TRIES):  # whoever heard of its last job a moment ago may still hold that
+        for i in range(TRIES):  # a listener to its last job may still hold that
             await self._beside("releasing", served, _collect, device)
             if weights() is None:
                 break

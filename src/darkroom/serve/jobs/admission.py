@@ -150,8 +150,8 @@ def with_tags_read(request: PictureRequest) -> PictureRequest:
             chosen[tag.name] = _with_tag(chosen.get(tag.name), tag)
         adapters = tuple(chosen.values())
     except InputError as error:
-        told = f"prompt: {say(error)}"
-        raise Refused(422, "invalid_value", told, param="prompt", logged=OF_PROMPT) from error
+        message = f"prompt: {say(error)}"
+        raise Refused(422, "invalid_value", message, param="prompt", logged=OF_PROMPT) from error
     except ValidationError as error:
         message = "prompt: <lora:NAME:WEIGHT> with a name, and a weight of -100 to 100"
         raise Refused(422, "invalid_value", message, param="prompt") from error
@@ -191,8 +191,8 @@ def check_texts(model: Model, request: PictureRequest) -> None:
                         f"{len(every)} texts to encode", allowed=f"{MOST_PARTS} parts of the encoder's length"
                     )
         except InputError as error:
-            told = f"{name}: {say(error)}"
-            raise Refused(422, "over_limit", told, param=name, logged=OF_PROMPT) from error
+            message = f"{name}: {say(error)}"
+            raise Refused(422, "over_limit", message, param=name, logged=OF_PROMPT) from error
     encoders: list[Any] = list(model.text_encoders)
     most = min(int(encoder.config.num_hidden_layers) for encoder in encoders)
     most -= 2 if model.is_sdxl else 1

@@ -28,8 +28,7 @@ from darkroom.serve.jobs import admission
 from darkroom.serve.jobs.active import Live, Lives, job_of, job_of_record
 from darkroom.serve.jobs.admission import Bench, Intake, new_record
 from darkroom.serve.jobs.completion import Endings, Watchers
-from darkroom.serve.jobs.results import picture_name
-from darkroom.serve.jobs.retention import House
+from darkroom.serve.jobs.results import Retention, picture_name
 from darkroom.serve.jobs.store import LIVE, OverQuota, Record, StorageError
 from darkroom.serve.loop import Loop
 from darkroom.serve.metrics import Metrics
@@ -92,7 +91,7 @@ class Core:
             self._loop, self._lives, self.pool, self.store, self.results, self.metrics, settings, self.traces
         )
         self._keeper, self.provenance = self._endings.keeper, self._endings.provenance
-        self._house = House(self._loop, self.results, self.store, self._keeper)
+        self._retention = Retention(self._loop, self.results, self.store, self._keeper)
         self.sharing = open_sharing(settings, self.store, self._lives)
         self._keeper.server = None if self.sharing is None else self.sharing.leases.owner
         self._watchers = Watchers(self._loop, self._lives, self.pool, self.sharing, self.limits.watchers)
@@ -151,7 +150,7 @@ class Core:
             self.sharing.begin(self.pool, self._take_up, self._set_aside)
             self._loop.spawn(self.sharing.run())
             return
-        await self._house.tidy()
+        await self._retention.tidy()
         for record in await asyncio.wrap_future(self.store.live()):
             if self._lives.get(record.uid) is None:
                 await self._take_up(record)
@@ -261,7 +260,7 @@ class Core:
     async def check_together(
         self, wanted: Sequence[PictureRequest], *, key: str, ids: Sequence[str] = ()
     ) -> None:
-        """Whether there is room for several jobs that are of use only together, before the first is accepted.
+        """Whether the queue takes several jobs that are of use only together, before the first is accepted.
 
         One by one, the last would be refused with when it alone fits, the others cancelled, and all of them
         counted against the key's quota, at each try anew.
@@ -745,7 +744,7 @@ class Core:
         """Now and then drop what was kept long enough, and see whether the disk takes writes."""
         while True:
             with suppress(StorageError, OSError):
-                await self._house.sweep(self.limits, self.settings.min_free_bytes)
+                await self._retention.sweep(self.limits, self.settings.min_free_bytes)
             await asyncio.sleep(SWEEP_S if self.trouble() is None else 1.0)
 
     # ---- small things

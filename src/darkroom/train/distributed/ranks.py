@@ -344,7 +344,7 @@ def _named(ranks: Sequence[int]) -> str:
 # ---- starting a job's processes on this machine, as `torchrun --standalone` does
 
 WINDOWS_FAULT = 0x8000_0000  # and above: exit codes of processes that Windows ended, as for 0xc0000005
-LEAVE_S = (1.0, 4.0)  # how long they may take to leave at once, after being told and told again
+LEAVE_S = (1.0, 4.0)  # how long they may take to leave at once, after the first and the second signal
 SAVE_S = 300  # how long processes that are asked to stop may take to save
 
 

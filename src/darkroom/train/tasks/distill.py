@@ -56,7 +56,7 @@ def lcm_scheduler(config: Mapping[str, Any], settings: DistillSettings) -> dict[
 
 
 class FewSteps(Diffusion):
-    """A student of few steps beside its teacher, the model as it was: what both methods share."""
+    """A student of few steps and its teacher, the model as it was: what both methods share."""
 
     def __init__(
         self,

@@ -259,11 +259,11 @@ def note_start(run: Path, values: Mapping[str, Tensor], settings: AdapterSetting
 
     if settings is None or not settings.changes_base or (run / START).exists():
         return
-    beside = run / f".{START}"
+    temporary = run / f".{START}"
     save_file(
-        {name: value.detach().to("cpu", copy=True).contiguous() for name, value in values.items()}, beside
+        {name: value.detach().to("cpu", copy=True).contiguous() for name, value in values.items()}, temporary
     )
-    atomic_replace(beside, run / START)
+    atomic_replace(temporary, run / START)
 
 
 def read_noted_start(run: Path) -> dict[str, Tensor] | None:

@@ -42,8 +42,8 @@ class TinyVaeModel(Model):
 
     def write(self, folder: Path) -> None:
         """Write the folder of diffusers' AutoencoderTiny, as the optimisation `tiny_vae` opens it."""
-        with replaced_folder(folder) as beside, quiet():
-            self.tiny.save_pretrained(str(beside))
+        with replaced_folder(folder) as temporary, quiet():
+            self.tiny.save_pretrained(str(temporary))
 
 
 def teacher_of(base: str) -> Model | None:
@@ -55,7 +55,7 @@ def teacher_of(base: str) -> Model | None:
 
 
 def with_student(model: Model, settings: TinyVaeSettings, seed: int) -> TinyVaeModel:
-    """The teacher's model with a student of random weights beside it."""
+    """The teacher's model, with a student of random weights."""
     from darkroom.models.parts import AutoencoderTiny
 
     levels = model.vae_factor.bit_length()
