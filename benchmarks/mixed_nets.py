@@ -8,6 +8,8 @@ Rows, each the median of the rounds, in which the ways of asking take turns:
 - `one at a time`, `together`: pictures a second of the same requests, and how many times as many (`gain`).
 - `plain alone`, `plain beside`: pictures a second of plain requests on a server without nets and adapters,
   and on one that has both in memory (`slowed`, as a share).
+- `plain among`: how much longer the plain requests of `together` take, each from asking to its last byte,
+  than the same requests where those with nets and LoRAs are plain too: what their evaluations cost everybody.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import random
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import diffusers
@@ -70,8 +72,9 @@ def requests(count: int, side: int, adapter: str, *, seed: int, plain: bool = Fa
     return told
 
 
-async def done(client: Client, body: dict[str, Any]) -> None:
-    """One picture, from asking to its last byte."""
+async def done(client: Client, body: dict[str, Any]) -> float:
+    """One picture; seconds from asking to its last byte."""
+    at = time.perf_counter()
     status, job = await client.json("POST", "/jobs", body)
     if status != 202:
         raise DarkroomError(f"refused: {job}")
@@ -79,17 +82,20 @@ async def done(client: Client, body: dict[str, Any]) -> None:
         _, job = await client.json("GET", f"/jobs/{job['id']}?wait_s=30")
     if job["state"] != "done":
         raise DarkroomError(f"a job ended as {job['state']}: {job['error']}")
+    return time.perf_counter() - at
 
 
-async def rate(client: Client, bodies: list[dict[str, Any]], *, together: bool) -> float:
-    """Pictures a second."""
+async def rate(
+    client: Client, bodies: list[dict[str, Any]], plain: set[int], *, together: bool
+) -> tuple[float, float]:
+    """Pictures a second, and the mean seconds that the requests of these seeds took."""
     at = time.perf_counter()
     if together:
-        await asyncio.gather(*(done(client, body) for body in bodies))
+        took = await asyncio.gather(*(done(client, body) for body in bodies))
     else:
-        for body in bodies:
-            await done(client, body)
-    return len(bodies) / (time.perf_counter() - at)
+        took = [await done(client, body) for body in bodies]
+    per_s = len(bodies) / (time.perf_counter() - at)
+    return per_s, mean(s for s, body in zip(took, bodies, strict=True) if body["seed"] in plain)
 
 
 async def measured(ref: str, count: int, rounds: int, options: list[str]) -> list[dict[str, Any]]:
@@ -104,6 +110,7 @@ async def measured(ref: str, count: int, rounds: int, options: list[str]) -> lis
         side = model.sample_size
         has_all = ("--controls", str(folder / "nets"), "--adapters", str(folder / "adapters"), *options)
         found: dict[str, list[float]] = {}
+        waited: dict[str, list[float]] = {}
         with (
             ServerProcess(ref, folder / "mixed", "--no-provenance", *has_all) as mixed,
             ServerProcess(ref, folder / "plain", "--no-provenance", *options) as bare,
@@ -111,22 +118,28 @@ async def measured(ref: str, count: int, rounds: int, options: list[str]) -> lis
             here, there = Client(mixed.port), Client(bare.port)
             for server, client in ((mixed, here), (bare, there)):
                 await server.ready(client)
-            await rate(here, requests(8, side, adapter, seed=99), together=True)  # nets and adapters are read
-            await rate(there, requests(8, side, adapter, seed=99, plain=True), together=True)
+            for client, is_plain in ((here, False), (there, True)):  # nets and adapters are read
+                first = requests(8, side, adapter, seed=99, plain=is_plain)
+                await rate(client, first, set(range(8)), together=True)
             for i in range(rounds):
                 both = requests(count, side, adapter, seed=i)
                 alone = requests(count, side, adapter, seed=i, plain=True)
+                plain = {body["seed"] for body in both if not body.keys() & {"controls", "adapters"}}
                 for way, client, bodies, together in (
                     ("one at a time", here, both, False),
                     ("together", here, both, True),
                     ("plain alone", there, alone, True),
                     ("plain beside", here, alone, True),
                 ):
-                    found.setdefault(way, []).append(await rate(client, bodies, together=together))
+                    per_s, mean_s = await rate(client, bodies, plain, together=together)
+                    found.setdefault(way, []).append(per_s)
+                    waited.setdefault(way, []).append(mean_s)
     rows = [{"row": way, "pictures_per_s": median(some), "rounds": some} for way, some in found.items()]
     told = {row["row"]: row["pictures_per_s"] for row in rows}
     rows.append({"row": "gain", "value": told["together"] / told["one at a time"]})
     rows.append({"row": "slowed", "value": 1 - told["plain beside"] / told["plain alone"]})
+    among = median(waited["together"]) / median(waited["plain beside"]) - 1
+    rows.append({"row": "plain among", "value": among})
     return rows
 
 

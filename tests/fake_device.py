@@ -138,14 +138,14 @@ def draw_steered(model: Any, net: Any, kind: str, **more: Any) -> int:
     side = 2 * model.size_unit
     picture = Image.new("RGB", (side, side), "red")
     controls = Controls.read([Control(net, picture, weight=0.7, **more)], model)
-    with watched(kind) as watch, installed(model, controls.image_prompts):
+    with watched(kind) as watch, installed(model, controls.in_attention):
         watch.put(*model.modules.values())
         settings = GenerateSettings.of(steps=3, solver="euler", guidance=3.0, size=(side, side))
         job = Generation(model, ["a red square"], settings, controls=controls)
         rows = [job.row(0)]
         encoded = [tensor for control in rows[0].controls for tensor in control.encoded]
         assert {tensor.device for tensor in encoded} == {watch.place}
-        unet = ControlledUnet(job.backend.unet, dict(enumerate(controls.image_prompts)))
+        unet = ControlledUnet(job.backend.unet, dict(enumerate(controls.in_attention)))
         for state in denoise(unet, rows):
             assert state.latents_BCHW.device == watch.place
         return watch.results

@@ -92,7 +92,16 @@ A1111_AUTOMATIC = {
     "dpmpp_3m_sde": "exponential",
 }
 """How A1111 spaces a sampler's sigmas where the schedule is Automatic; of others as their timesteps are."""
-Sigmas = Literal["karras", "exponential", "beta", "align_your_steps", "simple", "normal", "ddim_uniform"]
+Sigmas = Literal[
+    "karras",
+    "exponential",
+    "beta",
+    "align_your_steps",
+    "kl_optimal",
+    "simple",
+    "normal",
+    "ddim_uniform",
+]
 SIGMAS: tuple[str, ...] = get_args(Sigmas)
 """How a solver's sigmas may be spaced, if not as its timesteps are."""
 A1111_SCHEDULES = {
@@ -100,6 +109,7 @@ A1111_SCHEDULES = {
     "Exponential": "exponential",
     "Polyexponential": "exponential",  # the same with A1111's rho of 1
     "Align Your Steps": "align_your_steps",
+    "KL Optimal": "kl_optimal",
     "Simple": "simple",
     "Normal": "normal",
     "DDIM": "ddim_uniform",

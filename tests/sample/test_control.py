@@ -437,13 +437,6 @@ def test_a_net_in_inpainting_is_diffusers(
         assert differs(Control(folder, picture(2), 0.0)) > 1e-2
 
 
-def test_a_net_of_kohyas_small_kind_is_called_by_its_name(tiny: Model, tmp_path: Path) -> None:
-    file = tmp_path / "lllite.safetensors"
-    save_file({"lllite_unet_input_blocks_4_1_attn1_to_q.up.0.weight": torch.zeros(4, 4)}, str(file))
-    with pytest.raises(ModelError, match="ControlNet-LLLite"):
-        drawn(tiny, controls=[Control(file, picture())])
-
-
 def test_masks_of_controls_that_cannot_be(tiny: Model, tmp_path: Path) -> None:
     folder = saved(net_of(tiny), tmp_path / "net")
     sketch = saved(adapter_of(tiny), tmp_path / "sketch")

@@ -17,6 +17,7 @@ from darkroom.hardware import accelerator
 from darkroom.models.adapters.bank import Bank
 from darkroom.models.control import ControlNet, _controlnet
 from darkroom.models.image_prompt import ImagePrompt, cross_attentions, installed
+from darkroom.models.lllite import ControlNetLite, LiteLayer, _level
 from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES
 from darkroom.sample.backends import open_backend, unet_call
 from darkroom.sample.choice import make_table
@@ -218,8 +219,24 @@ def picture_adapter() -> ControlNet:
     return ControlNet("adapter", "t2i-adapter", module, "0")
 
 
+def lite_net(model: models.Model) -> tuple[ControlNetLite, tuple[torch.Tensor]]:
+    """An LLLite in front of one layer, and a picture that it encoded, on the device."""
+    path = cross_attentions(model.unet)[0][0].removesuffix("attn2") + "attn1.to_q"
+    level = _level(path, len(model.unet.config.block_out_channels) - 1)
+    pixels, width = model.vae_factor * 2**level, model.unet.get_submodule(path).in_features
+
+    def pair(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = torch.zeros(*shape, device=CUDA, dtype=torch.bfloat16)
+        return weight, weight.new_zeros(shape[0])
+
+    layer = LiteLayer([pair(4, 3, pixels, pixels)], pair(4, width), pair(4, 8), pair(width, 4))
+    picture = torch.zeros((8 // 2**level) ** 2, 4, device=CUDA, dtype=torch.bfloat16)
+    return ControlNetLite("lite", {path: layer}, "0"), (picture,)
+
+
 def test_nets_of_single_rows_are_not_waited_for(model):
     net, prompt, adapter = control_net(model), image_prompt(model), picture_adapter()
+    lite, picture = lite_net(model)
     features = adapter.encode(torch.zeros(1, 3, 16, 16))
     assert not elsewhere(features, "cuda")
     hint = torch.zeros(8, 8, 8, device=CUDA, dtype=torch.bfloat16)
@@ -228,13 +245,16 @@ def test_nets_of_single_rows_are_not_waited_for(model):
         RowControl(net, (hint,), 0.8, 0.0, 1.0, False),
         RowControl(prompt, (tokens, tokens), 0.5, 0.0, 1.0, False, torch.ones(16, 16, device=CUDA)),
     )
-    with installed(model, [prompt]):
-        unet = ControlledUnet(unet_call(model.unet), {0: prompt})
+    with installed(model, [prompt, lite]):
+        unet = ControlledUnet(unet_call(model.unet), {0: prompt, 1: lite})
         table = make_table("ddim", DDIM, STEPS)
         rows = rows_of([table, table, table])
         plain = steady(unet, rows_of([table, table, table]))
         rows[0].controls, rows[1].controls = controls, controls[1:]
-        rows[2].controls = (RowControl(adapter, tuple(f[0] for f in features), 1.0, 0.0, 1.0, False),)
+        rows[2].controls = (
+            RowControl(adapter, tuple(f[0] for f in features), 1.0, 0.0, 1.0, False),
+            RowControl(lite, picture, 0.5, 0.0, 1.0, False),
+        )
         watched = steady(unet, rows)
     assert watched.waits == []
     assert watched.launched > plain.launched

@@ -99,6 +99,7 @@ def test_a_jpeg_takes_what_of_long_prompts_it_can_hold(
         ("dpmpp_2m_sde", {"exponential": True}, "Schedule type: Exponential"),
         ("euler", {}, "Schedule type: Uniform"),
         ("euler", {"sigmas": "align_your_steps"}, "Schedule type: Align Your Steps"),
+        ("euler", {"sigmas": "kl_optimal"}, "Schedule type: KL Optimal"),
         ("dpmpp_2m", {"sigmas": "ddim_uniform"}, "Schedule type: DDIM"),
         ("ddim", {"eta": 0.5}, "Eta DDIM: 0.5"),
     ],

@@ -15,7 +15,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 from darkroom.models.image_prompt import cross_attentions
 from darkroom.models.upscaler import RRDBNet
 
-NAMES = ("depth", "edges", "face", "pose", "sketch")
+NAMES = ("depth", "edges", "face", "lines", "pose", "sketch")
 
 
 def shaken(net: Any, seed: int) -> Any:
@@ -28,8 +28,8 @@ def shaken(net: Any, seed: int) -> Any:
 
 
 def write_nets(folder: Path, model: Any, other: Any) -> None:
-    """ControlNets `edges`, `depth` and `pose`, T2I-Adapter `sketch`, IP-Adapter `face`; `foreign`
-    is for another model, `broken` no net at all."""
+    """ControlNets `edges`, `depth` and `pose`, LLLite `lines`, T2I-Adapter `sketch`, IP-Adapter `face`;
+    `foreign` is for another model, `broken` no net at all."""
 
     def controlnet(of: Any, seed: int) -> Any:
         torch.manual_seed(seed)
@@ -45,7 +45,30 @@ def write_nets(folder: Path, model: Any, other: Any) -> None:
     shaken(sketch, 3).save_pretrained(str(folder / "sketch"))
     controlnet(model, 4).save_pretrained(str(folder / "pose"))
     write_image_prompt(folder / "face.safetensors", model)
+    write_lite(folder / "lines.safetensors", model)
     (folder / "broken.safetensors").write_bytes(b"no net")
+
+
+def write_lite(file: Path, model: Any) -> None:
+    """A ControlNet-LLLite of random weights in kohya's layout, for the self-attentions of the down blocks."""
+    draw = torch.Generator().manual_seed(7)
+    tensors = {}
+    for path, layer in model.unet.named_modules():
+        level = int(path.split(".")[1]) if path.startswith("down_blocks") else None
+        if level is None or not path.endswith(("attn1.to_q", "attn1.to_k", "attn1.to_v")):
+            continue
+        shapes: dict[str, tuple[int, ...]] = {"down.0": (4, layer.in_features), "mid.0": (4, 12)}
+        shapes["up.0"] = layer.in_features, 4
+        pixels, wide, at = model.vae_factor * 2**level, 3, 0
+        while pixels > 1:  # kernels as large as their stride, of 4 pixels where they divide
+            kernel = 4 if pixels % 4 == 0 else pixels
+            shapes[f"conditioning1.{at}"] = 8, wide, kernel, kernel
+            pixels, wide, at = pixels // kernel, 8, at + 2
+        for role, shape in shapes.items():
+            key = f"lllite_unet_{path.replace('.', '_')}.{role}"
+            tensors[f"{key}.weight"] = 0.5 * torch.randn(*shape, generator=draw)
+            tensors[f"{key}.bias"] = 0.5 * torch.randn(shape[0], generator=draw)
+    save_file(tensors, str(file))
 
 
 def write_image_prompt(file: Path, model: Any) -> None:

@@ -85,7 +85,7 @@ class InputOptions:
         list[str] | None,
         typer.Option(
             help="a ControlNet, T2I-Adapter or IP-Adapter and the picture it reads, may be given again: "
-            "NET=PICTURE[:WEIGHT][,start=S][,end=E][,map=canny][,mask=FILE][,guess]"
+            "NET=PICTURE[:WEIGHT][,start=S][,end=E][,map=canny][,mask=FILE][,guess][,soft]"
         ),
     ] = None
     image_encoder: Annotated[

@@ -1,4 +1,4 @@
-"""What steers a U-Net by a picture, read and matched to a model: ControlNets and T2I-Adapters.
+"""What steers a U-Net by a picture, read and matched to a model: ControlNets, LLLites and T2I-Adapters.
 
 A ControlNet (Zhang, Rao and Agrawala 2023, arXiv 2302.05543) runs at every step with the U-Net and adds
 residuals to its skip connections. A T2I-Adapter (Mou et al. 2023, arXiv 2302.08453) runs once a picture and
@@ -37,13 +37,19 @@ from darkroom.models.image_prompt import (
     is_image_prompt,
     read_image_prompt,
 )
+from darkroom.models.lllite import (
+    LITE,
+    LITE_STRENGTH,
+    ControlNetLite,
+    is_lite,
+    read_lite,
+)
 from darkroom.models.quiet import quiet
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
 
 Kind = Literal["controlnet", "t2i-adapter"]
-LLLITE_PREFIX = "lllite_"
 LDM_PREFIX = "control_model."
 LDM_KEY, DIFFUSERS_KEY = "input_hint_block.0.weight", "controlnet_cond_embedding.conv_in.weight"
 
@@ -168,17 +174,22 @@ class ControlNet:
         return [one.mean((2, 3), keepdim=True).expand_as(one) for one in found] if self.pools else found
 
 
+Net = ControlNet | ControlNetLite | ImagePrompt
+"""All that steers."""
+
+
 def read_control(
     path: str | Path, model: Model, name: str | None = None, image_encoder: str | Path | None = None
-) -> ControlNet | ImagePrompt:
-    """A ControlNet or T2I-Adapter from a folder of diffusers, a ControlNet or IP-Adapter from one file.
+) -> Net:
+    """A ControlNet or T2I-Adapter from a folder of diffusers; a ControlNet, kohya's ControlNet-LLLite or an
+    IP-Adapter from one file.
 
     A single file may have diffusers' keys or those of the first release (`control_model.*`); its shape is
     taken to be that of `model`, the model it is for. ModelError for what cannot be read or does not fit.
     """
     path = Path(path)
     name = name or path.stem
-    net: ControlNet | ImagePrompt
+    net: Net
     with quiet():
         if path.is_dir():
             net = _from_folder(path, name)
@@ -197,7 +208,7 @@ def read_control(
 class ControlCard:
     """What is known of a net before its weights are read."""
 
-    kind: Kind | Literal["ip-adapter"]
+    kind: Kind | Literal["controlnet-lllite", "ip-adapter"]
     size_unit: int
     """What the sides of its picture must be multiples of, in pixels."""
     num_weights: int
@@ -210,6 +221,7 @@ def describe_control(path: str | Path, model: Model, image_encoder: str | Path |
     ModelError, as `read_control`, for what cannot be read or is for another model.
     """
     path = Path(path)
+    net: Net
     with quiet(), torch.device("meta"):
         if path.is_dir():
             kind, module = _kind_of(path)
@@ -223,7 +235,8 @@ def describe_control(path: str | Path, model: Model, image_encoder: str | Path |
                 encoder = describe_image_prompt(path, path.stem, shapes, model, image_encoder)
                 more = tensor_shapes(weight_files(encoder, None))
                 return ControlCard("ip-adapter", 1, _count(shapes) + _count(more))
-            net = _from_file(path, path.stem, model, None, weights=False)  # type: ignore[assignment]
+            net = _from_file(path, path.stem, model, None, weights=False)
+            assert not isinstance(net, ImagePrompt)
         else:
             raise ModelError(f"no ControlNet at '{path}'", allowed=ALLOWED)
         net.fit(model)
@@ -276,7 +289,7 @@ def _controlnet(name: str, module: Any, sha256: str) -> ControlNet:
 
 def _from_file(
     path: Path, name: str, model: Model, image_encoder: str | Path | None, *, weights: bool = True
-) -> ControlNet | ImagePrompt:
+) -> Net:
     from diffusers import ControlNetModel
     from diffusers.loaders.single_file_utils import convert_controlnet_checkpoint
     from safetensors.torch import load_file
@@ -293,22 +306,20 @@ def _from_file(
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if is_image_prompt(list(types)):
         return read_image_prompt(path, name, digest, model, image_encoder)
-    if any(key.startswith(LLLITE_PREFIX) for key in types):
-        raise ModelError(
-            f"'{path}' is a ControlNet-LLLite, which is not read",
-            mend="use the full ControlNet or T2I-Adapter of its kind",
-        )
+    tensors: dict[str, torch.Tensor]
+    if weights:
+        tensors = load_file(str(path))
+    else:
+        tensors = {key: torch.empty(shape) for key, shape in tensor_shapes([path]).items()}
+    if is_lite(list(types)):
+        return read_lite(path, name, digest, tensors, types)
     plain = {key.removeprefix(LDM_PREFIX): kind for key, kind in types.items()}
     if not {LDM_KEY, DIFFUSERS_KEY} & plain.keys():
         allowed = f"a tensor {DIFFUSERS_KEY} or {LDM_KEY}, or {LAYER_PREFIX}* of an IP-Adapter"
         raise ModelError(f"'{path}' holds no ControlNet", allowed=allowed)
     check_complete(f"'{path}'", whole_numbers=[key for key, kind in plain.items() if kind not in FLOATS])
     module = ControlNetModel.from_unet(model.unet, load_weights_from_unet=False)
-    if weights:
-        tensors = {key: tensor.float() for key, tensor in load_file(str(path)).items()}
-    else:
-        tensors = {key: torch.empty(shape) for key, shape in tensor_shapes([path]).items()}
-    tensors = {key.removeprefix(LDM_PREFIX): tensor for key, tensor in tensors.items()}
+    tensors = {key.removeprefix(LDM_PREFIX): tensor.float() for key, tensor in tensors.items()}
     if LDM_KEY in tensors:
         try:
             tensors = convert_controlnet_checkpoint(tensors, dict(module.config))
@@ -355,8 +366,21 @@ def take_residuals(added: dict[str, torch.Tensor]) -> dict[str, Any]:
         }
         for prefix in (TOKENS, STRENGTH)
     )
-    if tokens:
-        added_states["cross_attention_kwargs"] = {"ip_hidden_states": tokens, "ip_adapter_masks": strengths}
+    inside: dict[str, Any] = {"ip_hidden_states": tokens, "ip_adapter_masks": strengths} if tokens else {}
+    if lites := _take_lites(added):
+        inside["lites"] = lites
+    if inside:
+        added_states["cross_attention_kwargs"] = inside
     if features:
         added_states["down_intrablock_additional_residuals"] = features
     return added_states
+
+
+def _take_lites(added: dict[str, torch.Tensor]) -> list[tuple[int, torch.Tensor, list[torch.Tensor]]]:
+    """LLLites in the order in which they work: place, strengths [B] and encoded pictures by resolution."""
+    found = []
+    for name in sorted(name for name in added if name.startswith(LITE_STRENGTH)):
+        which = name.removeprefix(LITE_STRENGTH)
+        pictures = sorted(one for one in added if one.startswith(f"{LITE}{which}_"))
+        found.append((int(which.rpartition("_")[2]), added.pop(name), [added.pop(one) for one in pictures]))
+    return found

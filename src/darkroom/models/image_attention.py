@@ -1,4 +1,4 @@
-"""Cross-attention that reads pictures after the text: of `image_prompt`, apart as it needs diffusers at once.
+"""Attention that nets work in: `image_prompt`'s and `lllite`'s, apart as it needs diffusers at once.
 
 Importing diffusers takes two seconds, and `darkroom.models` is imported by what draws nothing.
 """
@@ -7,27 +7,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from darkroom.models.parts import AttnProcessor2_0
 
-
-class KeysAndValues(Protocol):
-    """What attention reads of an adapter: each layer's two projections of its tokens."""
-
-    @property
-    def layers(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]: ...
+Lites = Sequence[tuple[int, torch.Tensor, Sequence[torch.Tensor]]]
+"""ControlNet-LLLites of a call, in the order in which they work: place, strengths [B], encoded pictures."""
 
 
 class ImageAttention(AttnProcessor2_0):  # type: ignore[misc]
-    """Cross-attention to text, and to each installed adapter's tokens with the rows' strengths."""
+    """Self- or cross-attention whose inputs LLLites change, and which reads IP-Adapters' tokens besides text.
 
-    def __init__(self, index: int, adapters: Mapping[int, KeysAndValues]) -> None:
+    `path` is the attention's in the U-Net, `index` its number among the cross-attentions; `nets` are the
+    IP-Adapters and LLLites by place, which may change between calls.
+    """
+
+    def __init__(self, path: str, index: int, nets: Mapping[int, Any]) -> None:
         super().__init__()
-        self.index, self.adapters = index, adapters
+        self.path, self.index, self.nets = path, index, nets
 
     def __deepcopy__(self, memo: object) -> ImageAttention:
         return self  # the weights are read only, and shared by look-alikes of the U-Net
@@ -41,9 +41,12 @@ class ImageAttention(AttnProcessor2_0):  # type: ignore[misc]
         temb: torch.Tensor | None = None,
         ip_hidden_states: Mapping[int, torch.Tensor] | None = None,
         ip_adapter_masks: Mapping[int, torch.Tensor] | None = None,
+        lites: Lites = (),
     ) -> torch.Tensor:
         """[B, L, D] to [B, L, D]; tokens and strengths by the adapter's place."""
-        if not ip_hidden_states or not ip_adapter_masks:
+        own = encoder_hidden_states is None
+        tokens = {} if own or not ip_hidden_states or not ip_adapter_masks else ip_hidden_states
+        if not (tokens or lites):
             out: torch.Tensor = super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, temb
             )
@@ -53,18 +56,29 @@ class ImageAttention(AttnProcessor2_0):  # type: ignore[misc]
             rows, places, width = x_BLD.shape
             return x_BLD.view(rows, places, attn.heads, width // attn.heads).transpose(1, 2)
 
-        q = by_heads(attn.to_q(hidden_states))
         text = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        mixed = F.scaled_dot_product_attention(q, by_heads(attn.to_k(text)), by_heads(attn.to_v(text)))
-        for place, tokens in ip_hidden_states.items():
+        q = by_heads(attn.to_q(self._steered("to_q", hidden_states, lites)))
+        k = by_heads(attn.to_k(self._steered("to_k", text, lites)))
+        v = by_heads(attn.to_v(self._steered("to_v", text, lites)))
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        for place, image in tokens.items():
+            assert ip_adapter_masks is not None
             strength = ip_adapter_masks[place]
-            keys, values = self.adapters[place].layers[self.index]
+            keys, values = self.nets[place].layers[self.index]
             seen = F.scaled_dot_product_attention(
-                q, by_heads(F.linear(tokens, keys)), by_heads(F.linear(tokens, values))
+                q, by_heads(F.linear(image, keys)), by_heads(F.linear(image, values))
             )
             mixed = mixed + seen * at_level(strength, q.shape[2])[:, None, :, None].to(seen.dtype)
         made: torch.Tensor = attn.to_out[0](mixed.transpose(1, 2).flatten(2))
         return made
+
+    def _steered(self, part: str, x_BLI: torch.Tensor, lites: Lites) -> torch.Tensor:
+        """What a layer of the attention reads: each LLLite sees what those before it have made of it."""
+        for place, strength_B, levels in lites:
+            layer = self.nets[place].layers.get(f"{self.path}.{part}")
+            if layer is not None:
+                x_BLI = x_BLI + layer.change(x_BLI, levels) * strength_B[:, None, None].to(x_BLI.dtype)
+        return x_BLI
 
 
 def at_level(strength_Bhw: torch.Tensor, places: int) -> torch.Tensor:

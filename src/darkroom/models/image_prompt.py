@@ -22,6 +22,7 @@ from darkroom.models.folder import read_part
 from darkroom.models.quiet import quiet
 
 if TYPE_CHECKING:
+    from darkroom.models.lllite import ControlNetLite
     from darkroom.models.model import Model
 
 IMAGE_PREFIX, LAYER_PREFIX = "image_proj.", "ip_adapter."
@@ -117,10 +118,14 @@ def _pixels(image: Image.Image, side: int) -> torch.Tensor:
     return pixels
 
 
+def _attentions(unet: Any) -> list[tuple[str, Any]]:
+    names = [name.removesuffix(".processor") for name in unet.attn_processors]
+    return [(name, unet.get_submodule(name)) for name in names]
+
+
 def cross_attentions(unet: Any) -> list[tuple[str, Any]]:
     """The U-Net's cross-attentions in the order in which IP-Adapters number them."""
-    names = [name.removesuffix(".processor") for name in unet.attn_processors]
-    return [(name, unet.get_submodule(name)) for name in names if name.endswith("attn2")]
+    return [(name, attention) for name, attention in _attentions(unet) if name.endswith("attn2")]
 
 
 def is_image_prompt(keys: Sequence[str]) -> bool:
@@ -227,16 +232,16 @@ def _check_encoder(found: ImagePrompt) -> None:
 
 
 @contextmanager
-def installed(model: Model, adapters: Sequence[ImagePrompt]) -> Iterator[None]:
-    """The U-Net's cross-attentions read the adapters' tokens meanwhile; afterwards it is as it was."""
-    if not adapters:
+def installed(model: Model, nets: Sequence[ImagePrompt | ControlNetLite]) -> Iterator[None]:
+    """The U-Net's attentions have these nets in them meanwhile; afterwards it is as it was."""
+    if not nets:
         yield
         return
-    for adapter in adapters:
-        adapter.fit(model)
-    attentions = [attention for _, attention in cross_attentions(model.unet)]
+    for net in nets:
+        net.fit(model)
+    attentions = [attention for _, attention in _attentions(model.unet)]
     before = [attention.processor for attention in attentions]
-    install(model, dict(enumerate(adapters)))
+    install(model, dict(enumerate(nets)))
     try:
         yield
     finally:
@@ -244,13 +249,14 @@ def installed(model: Model, adapters: Sequence[ImagePrompt]) -> Iterator[None]:
             attention.processor = processor
 
 
-def install(model: Model, adapters: Mapping[int, ImagePrompt]) -> None:
-    """The U-Net's cross-attentions read the tokens of adapters by their place from now on; those may change
-    between calls. A call without tokens is as before."""
+def install(model: Model, nets: Mapping[int, ImagePrompt | ControlNetLite]) -> None:
+    """From now on the U-Net's attentions read what calls bring of the nets by their place; those may change
+    between calls. A call that brings nothing is as before."""
     from darkroom.models.image_attention import ImageAttention
 
-    attentions = [attention for _, attention in cross_attentions(model.unet)]
-    if any(getattr(attention, "fused_projections", False) for attention in attentions):
-        raise InputError("IP-Adapters with fused_qkv", mend="leave fused_qkv out")
-    for index, attention in enumerate(attentions):
-        attention.processor = ImageAttention(index, adapters)
+    attentions = _attentions(model.unet)
+    if any(getattr(attention, "fused_projections", False) for _, attention in attentions):
+        raise InputError("IP-Adapters or LLLites with fused_qkv", mend="leave fused_qkv out")
+    numbers = {path: number for number, (path, _) in enumerate(cross_attentions(model.unet))}
+    for path, attention in attentions:
+        attention.processor = ImageAttention(path, numbers.get(path, -1), nets)

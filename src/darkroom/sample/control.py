@@ -1,4 +1,4 @@
-"""Pictures that steer other pictures: ControlNets, T2I-Adapters and IP-Adapters by row.
+"""Pictures that steer other pictures: ControlNets, LLLites, T2I-Adapters and IP-Adapters by row.
 
 Each row of a batch has nets of its own, with weight, start and end: rows without, with one and with several
 nets share the U-Net calls. A net runs for the rows that have it at this step, and for no others.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,9 @@ from PIL import Image, ImageFilter
 from darkroom.errors import InputError, MissingExtra, ModelError
 from darkroom.hardware.accelerator import new_tensor
 from darkroom.hardware.system import split_weight
-from darkroom.models.control import ControlNet, read_control
+from darkroom.models.control import ControlNet, Net, read_control
 from darkroom.models.image_prompt import STRENGTH, TOKENS, ImagePrompt
+from darkroom.models.lllite import LITE, LITE_STRENGTH, ControlNetLite
 from darkroom.sample.denoise import NEGATIVE, Owner, Row, Unet
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 MAX_CONTROLS = 8
 MAX_WEIGHT = 10.0
 CANNY_LOW, CANNY_HIGH = 100, 200
+SOFT_FEATURES = (0.25, 0.62, 0.825, 1.0)
+"""Of a T2I-Adapter's levels, as A1111's ControlNet extension has them; of a ControlNet's they rise evenly
+from a tenth, as there and in diffusers."""
 BLUR_RADIUS, COLOUR_TILE = 4, 64
 SCRIBBLE_THRESHOLD = 32
 
@@ -117,7 +121,7 @@ def find_map(text: str) -> Callable[[Image.Image], Image.Image]:
 class Control:
     """One net with the picture it reads and how much it counts."""
 
-    net: str | Path | ControlNet | ImagePrompt
+    net: str | Path | Net
     """A folder, a .safetensors file, or one read before (`models.read_control`)."""
     image: Image.Image | str | Path
     """PNG, JPEG, WebP; brought to the size of the pictures that are made."""
@@ -134,6 +138,8 @@ class Control:
     """Of an IP-Adapter: white where it is at work. Of map inpaint: white where the picture is unknown."""
     image_encoder: str | Path | None = None
     """Of an IP-Adapter: the folder of its CLIP image encoder, where it does not lie next to it."""
+    soft: bool = False
+    """Deep residuals count more than shallow ones in both halves (A1111: 'My prompt is more important')."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and abs(self.weight) <= MAX_WEIGHT):
@@ -152,9 +158,11 @@ class Control:
 
     @classmethod
     def parsed(cls, text: str, image_encoder: Path | None = None) -> Control:
-        """From the command line: `NET=PICTURE[:WEIGHT][,start=S][,end=E][,map=MAP][,mask=FILE][,guess]`."""
+        """From the command line: `NET=PICTURE[:WEIGHT][,start=S][,end=E][,map=MAP][,mask=FILE][,guess]`, or
+        `soft`."""
         form = (
-            "NET=PICTURE[:WEIGHT][,start=0.1][,end=0.8][,map=canny][,mask=FILE][,guess], NET a folder or file"
+            "NET=PICTURE[:WEIGHT][,start=0.1][,end=0.8][,map=canny][,mask=FILE][,guess][,soft], "
+            "NET a folder or file"
         )
         first, *more = text.split(",")
         net, equals, rest = first.partition("=")
@@ -171,7 +179,7 @@ class Control:
         for part in more:
             key, equals, value = part.partition("=")
             try:
-                if key == "guess" and not equals:
+                if key in ("guess", "soft") and not equals:
                     given[key] = True
                 elif key in ("start", "end"):
                     given[key] = float(value)
@@ -188,29 +196,35 @@ class Control:
 class RowControl:
     """A net on one row: what it made of the picture at the row's size, and when it is at work."""
 
-    net: ControlNet | ImagePrompt
+    net: Net
     encoded: tuple[torch.Tensor, ...]
     """Of one picture: a ControlNet's hint [D, H, W]; a T2I-Adapter's features by level, each [D, H, W]; an
-    IP-Adapter's tokens and those of no picture, each [N, D]."""
+    LLLite's picture by resolution, each [L, D]; an IP-Adapter's tokens and those of no picture, each
+    [N, D]."""
     weight: float
     start: float
     end: float
     guess: bool
     mask_hw: torch.Tensor | None = None
     """Of an IP-Adapter: where it is at work, in the picture's pixels."""
+    soft: bool = False
 
     def active(self, row: Row, unguided: bool) -> bool:
         """Whether it works at a row's next step; `unguided` is the half with the negative prompt."""
         steps = len(row.table)
         begun, over = row.step / steps >= self.start, (row.step + 1) / steps > self.end
-        only_prompted = isinstance(self.net, ControlNet) and (self.guess or self.net.pools)
+        only_prompted = not isinstance(self.net, ImagePrompt) and (self.guess or self.net.pools)
         return begun and not over and not (unguided and only_prompted)
 
     def scales(self, levels: int) -> list[float]:
-        """How much the residual of each level counts; in guess mode from a tenth to all of the weight."""
-        if isinstance(self.net, ControlNet) and self.guess and not self.net.pools:
-            return [self.weight * 10 ** (i / (levels - 1) - 1) for i in range(levels)]
-        return [self.weight] * levels
+        """How much the residual of each level counts; in guess and soft mode from a part to all of the
+        weight."""
+        softened = isinstance(self.net, ControlNet) and not self.net.pools
+        if not softened or not (self.guess or self.soft):
+            return [self.weight] * levels
+        if self.net.kind == "t2i-adapter" and levels == len(SOFT_FEATURES):
+            return [self.weight * share for share in SOFT_FEATURES]
+        return [self.weight * 10 ** (i / (levels - 1) - 1) for i in range(levels)]
 
 
 @dataclass(repr=False)
@@ -218,7 +232,7 @@ class Controls:
     """The controls of one call, read and matched to the model, and what rows get of them."""
 
     controls: list[Control] = field(default_factory=list)
-    nets: list[ControlNet | ImagePrompt] = field(default_factory=list)
+    nets: list[Net] = field(default_factory=list)
     images: list[Image.Image] = field(default_factory=list)
     """What maps are made of at the size that is drawn, or maps that a user's own function made."""
     masks: list[Image.Image | None] = field(default_factory=list)
@@ -233,7 +247,7 @@ class Controls:
             raise InputError(f"{len(controls)} controls", allowed=f"at most {MAX_CONTROLS}")
         images = [read_image(one.image) for one in controls]
         masks = [None if one.mask is None else read_mask(one.mask) for one in controls]
-        nets: dict[str, ControlNet | ImagePrompt] = {}
+        nets: dict[str, Net] = {}
         found = []
         for one in controls:
             if not isinstance(one.net, (str, Path)):
@@ -253,9 +267,10 @@ class Controls:
         return cls(list(controls), found, images, masks)
 
     @property
-    def image_prompts(self) -> list[ImagePrompt]:
-        """The IP-Adapters, each once, in the order in which the U-Net has them installed."""
-        return list(dict.fromkeys(net for net in self.nets if isinstance(net, ImagePrompt)))
+    def in_attention(self) -> list[ImagePrompt | ControlNetLite]:
+        """The IP-Adapters and LLLites, each once, in the order in which the U-Net has them installed."""
+        found = [net for net in self.nets if isinstance(net, (ImagePrompt, ControlNetLite))]
+        return list(dict.fromkeys(found))
 
     def cropped(self, box: tuple[int, int, int, int], whole: tuple[int, int]) -> Controls:
         """For a part of a picture of a size (width, height): maps and masks are of the whole, as it is.
@@ -293,6 +308,7 @@ class Controls:
                     one.end,
                     one.guess,
                     _mask(mask, size, net) if mask is not None and isinstance(net, ImagePrompt) else None,
+                    one.soft,
                 )
                 for one, net, image, mask in zip(
                     self.controls, self.nets, self.images, self.masks, strict=True
@@ -303,7 +319,7 @@ class Controls:
     def _encoded(
         self,
         one: Control,
-        net: ControlNet | ImagePrompt,
+        net: Net,
         image: Image.Image,
         mask: Image.Image | None,
         size: tuple[int, int],
@@ -339,6 +355,7 @@ class Controls:
                 "start": one.start,
                 "end": one.end,
                 **({"guess": True} if one.guess else {}),
+                **({"soft": True} if one.soft else {}),
                 "map": one.map if isinstance(one.map, str) else getattr(one.map, "__name__", "own"),
             }
             for one, net in zip(self.controls, self.nets, strict=True)
@@ -349,7 +366,7 @@ def _map_of(control: Control) -> Callable[[Image.Image], Image.Image]:
     return find_map(control.map) if isinstance(control.map, str) else control.map
 
 
-def _made_at_size(control: Control, net: ControlNet | ImagePrompt) -> bool:
+def _made_at_size(control: Control, net: Net) -> bool:
     """Whether a map is made once the picture has the size that is drawn: lines, squares and radii are of that
     many pixels, and made of a large photograph they would vanish with its resizing."""
     return isinstance(control.map, str) and not isinstance(net, ImagePrompt)
@@ -402,12 +419,17 @@ def _mask(mask: Image.Image, size: tuple[int, int], net: ImagePrompt) -> torch.T
 class ControlledUnet:
     """A U-Net with what each row's nets add; rows without any cost nothing.
 
-    `image_prompts` are the IP-Adapters that are installed in it, by place; others may come between calls.
+    `in_attention` are the IP-Adapters and LLLites that are installed in it, by place; others may come
+    between calls.
     """
 
-    def __init__(self, unet: Unet, image_prompts: Mapping[int, ImagePrompt] | None = None) -> None:
+    def __init__(
+        self, unet: Unet, in_attention: Mapping[int, ImagePrompt | ControlNetLite] | None = None
+    ) -> None:
         self.unet = unet
-        self.image_prompts: Mapping[int, ImagePrompt] = {} if image_prompts is None else image_prompts
+        self.in_attention: Mapping[int, ImagePrompt | ControlNetLite] = (
+            {} if in_attention is None else in_attention
+        )
 
     def __call__(
         self, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
@@ -427,52 +449,88 @@ class ControlledUnet:
         ]
         if not at_work:
             return unet
-        places = {prompt: place for place, prompt in tuple(self.image_prompts.items())}
+        places = {net: place for place, net in tuple(self.in_attention.items())}
         return partial(_controlled, unet, at_work, places)
+
+
+AtWork = Sequence[tuple[int, RowControl, bool]]
+"""Of each net at work: its row's place in the call, the control, whether the row is the unguided half."""
 
 
 def _controlled(
     unet: Unet,
-    at_work: Sequence[tuple[int, RowControl, bool]],
-    places_of: Mapping[ImagePrompt, int],
+    at_work: AtWork,
+    places_of: Mapping[ImagePrompt | ControlNetLite, int],
     x: torch.Tensor,
     t: torch.Tensor,
     text: torch.Tensor,
     added: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """One U-Net call: each net runs once for all the rows that have it, its residuals are added up by row."""
-    sums: dict[str, torch.Tensor] = {}
+    more: dict[str, torch.Tensor] = {}
     for net in dict.fromkeys(control.net for _, control, _ in at_work):
+        mine = [one for one in at_work if one[1].net is net]
         if isinstance(net, ImagePrompt):
-            continue
-        # A row that has the same net twice takes two places of the net's batch.
-        mine = [(place, control) for place, control, _ in at_work if control.net is net]
-        places = new_tensor([place for place, _ in mine], x.device)
-        levels = [
-            torch.stack([control.encoded[i] for _, control in mine]) for i in range(len(mine[0][1].encoded))
-        ]
-        if net.kind == "controlnet":
-            more = {name: value[places] for name, value in added.items()}
-            levels = net.residuals(x[places], t[places], text[places], levels[0], more)
-        names = net.names(len(levels))
-        scales = new_tensor([control.scales(len(levels)) for _, control in mine], x.device)
-        for i, (name, level) in enumerate(zip(names, levels, strict=True)):
-            weighted = level * scales[:, i, None, None, None].to(level.dtype)
-            if name not in sums:
-                sums[name] = level.new_zeros(len(x), *level.shape[1:])
-            sums[name].index_add_(0, places, weighted)
-    for prompt in dict.fromkeys(control.net for _, control, _ in at_work):
-        if isinstance(prompt, ImagePrompt):
-            images = [one for one in at_work if one[1].net is prompt]
-            tokens, strength = _image_tokens(prompt, images, text)
-            place = places_of[prompt]
-            sums |= {f"{TOKENS}_{place:02}": tokens, f"{STRENGTH}_{place:02}": strength}
-    return unet(x, t, text, {**added, **sums})
+            place = places_of[net]
+            tokens, strength = _image_tokens(net, mine, text)
+            more |= {f"{TOKENS}_{place:02}": tokens, f"{STRENGTH}_{place:02}": strength}
+        elif not isinstance(net, ControlNetLite):
+            _add_residuals(more, net, mine, (x, t, text), added)
+    for i, (lite, controls) in enumerate(_lite_turns(at_work)):
+        which = f"{i:02}_{places_of[lite]:02}"
+        more[f"{LITE_STRENGTH}_{which}"] = new_tensor(
+            [0.0 if one is None else one.weight for one in (controls.get(place) for place in range(len(x)))],
+            x.device,
+        )
+        for j, level in enumerate(next(iter(controls.values())).encoded):
+            rows = level.new_zeros(len(x), *level.shape)
+            for place, control in controls.items():
+                rows[place] = control.encoded[j]
+            more[f"{LITE}_{which}_{j:02}"] = rows
+    return unet(x, t, text, {**added, **more})
 
 
-def _image_tokens(
-    prompt: ImagePrompt, mine: Sequence[tuple[int, RowControl, bool]], text: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _add_residuals(
+    sums: dict[str, torch.Tensor],
+    net: ControlNet,
+    mine: AtWork,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    added: dict[str, torch.Tensor],
+) -> None:
+    """Add what a ControlNet or T2I-Adapter gives the rows that have it to what others gave them."""
+    x, t, text = inputs
+    # A row that has the same net twice takes two places of the net's batch.
+    places = new_tensor([place for place, _, _ in mine], x.device)
+    levels = [
+        torch.stack([control.encoded[i] for _, control, _ in mine]) for i in range(len(mine[0][1].encoded))
+    ]
+    if net.kind == "controlnet":
+        more = {name: value[places] for name, value in added.items()}
+        levels = net.residuals(x[places], t[places], text[places], levels[0], more)
+    names = net.names(len(levels))
+    scales = new_tensor([control.scales(len(levels)) for _, control, _ in mine], x.device)
+    for i, (name, level) in enumerate(zip(names, levels, strict=True)):
+        weighted = level * scales[:, i, None, None, None].to(level.dtype)
+        if name not in sums:
+            sums[name] = level.new_zeros(len(x), *level.shape[1:])
+        sums[name].index_add_(0, places, weighted)
+
+
+def _lite_turns(at_work: AtWork) -> Iterator[tuple[ControlNetLite, dict[int, RowControl]]]:
+    """LLLites with the rows that have them, so that each row's come in the order in which it names them."""
+    waiting: dict[int, list[RowControl]] = {}
+    for place, control, _ in at_work:
+        if isinstance(control.net, ControlNetLite):
+            waiting.setdefault(place, []).append(control)
+    while waiting:
+        net = next(iter(waiting.values()))[0].net
+        assert isinstance(net, ControlNetLite)
+        mine = {place: row.pop(0) for place, row in waiting.items() if row[0].net is net}
+        waiting = {place: row for place, row in waiting.items() if row}
+        yield net, mine
+
+
+def _image_tokens(prompt: ImagePrompt, mine: AtWork, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An IP-Adapter's tokens [B, N, D] and strengths [B, h, w], of all rows of a call; 0 where it is not."""
     masks = [control.mask_hw for _, control, _ in mine]
     shape = next((mask.shape for mask in masks if mask is not None), torch.Size((1, 1)))

@@ -98,7 +98,7 @@ def generate(
     controlled = Controls.read(controls, model)
     larger, between = (_network(one) for one in (upscale, hires_network))
     opened = backend.model if isinstance(backend, Backend) else None
-    with adapted.within(opened or model), installed(opened or model, controlled.image_prompts):
+    with adapted.within(opened or model), installed(opened or model, controlled.in_attention):
         job = Generation(
             model,
             texts,
@@ -172,7 +172,7 @@ def _pictures(
 ) -> list[Picture]:
     """All pictures of a job, chunk by chunk."""
     done = 0
-    unet = ControlledUnet(job.backend.unet, dict(enumerate(job.controls.image_prompts)))
+    unet = ControlledUnet(job.backend.unet, dict(enumerate(job.controls.in_attention)))
 
     def run(rows: list[Row]) -> None:
         """Denoise some rows together and count their steps."""

@@ -206,6 +206,15 @@ def simple_sigmas(schedule: Schedule, num_steps: int) -> Array:
     return schedule.sigmas[-1 - (np.arange(num_steps) * stride).astype(np.int64)]
 
 
+def kl_optimal_sigmas(schedule: Schedule, num_steps: int) -> Array:
+    """Falling sigmas, evenly spaced in arctan sigma (Sabour et al. 2024, theorem 3.1); the lowest, where the
+    last step ends, is left out, as in A1111."""
+    shares = np.arange(num_steps) / num_steps
+    low, high = math.atan(schedule.sigmas[0]), math.atan(schedule.sigmas[-1])
+    sigmas: Array = np.tan(shares * low + (1 - shares) * high)
+    return sigmas
+
+
 def normal_sigmas(schedule: Schedule, num_steps: int) -> Array:
     """Falling sigmas of timesteps from the last to the first, log-linear between (k-diffusion's own)."""
     timesteps = np.linspace(schedule.num_train_timesteps - 1, 0, num_steps)

@@ -27,6 +27,7 @@ from darkroom.sample.schedule import (
     ddim_uniform_sigmas,
     exponential_sigmas,
     karras_sigmas,
+    kl_optimal_sigmas,
     multistep_timesteps,
     normal_sigmas,
     simple_sigmas,
@@ -108,8 +109,7 @@ def _land_on_x0(sheet: Sheet, weight: Array, clip: float | None) -> None:
 def euler(plan: SolverRequest) -> SolverTable:
     """Euler steps of the probability-flow ODE (Karras et al. 2022, algorithm 2 without churn)."""
     timesteps, sigma = _sigma_levels(plan)
-    last = plan.schedule.sigmas[0] if plan.settings.get("final_sigmas_type") == "sigma_min" else 0.0
-    sigma_to = np.append(sigma[1:], last)
+    sigma_to = np.append(sigma[1:], _end(plan))
     sheet = _sigma_sheet(plan, timesteps, sigma)
     sheet.term(0)[:] = sigma_to / sigma
     sheet.term(1)[:] = 1 - sigma_to / sigma
@@ -124,7 +124,7 @@ def lms(plan: SolverRequest) -> SolverTable:
     order's weights, for slopes that it does not have.
     """
     timesteps, sigma = _sigma_levels(plan)
-    sigma_to = np.append(sigma[1:], 0.0)
+    sigma_to = np.append(sigma[1:], _end(plan) if plan.sigmas == "kl_optimal" else 0.0)
     sheet = _sigma_sheet(plan, timesteps, sigma)
     sheet.term(0)[:] = 1.0
     for i in range(plan.start, len(timesteps)):
@@ -200,7 +200,7 @@ def _ancestral(sigma: Array, sigma_to: Array) -> tuple[Array, Array]:
 def euler_a(plan: SolverRequest) -> SolverTable:
     """Euler steps with ancestral noise (Song et al. 2021's DDPM step in k-diffusion's form)."""
     timesteps, sigma = _sigma_levels(plan)
-    down, up = _ancestral(sigma, np.append(sigma[1:], 0.0))
+    down, up = _ancestral(sigma, np.append(sigma[1:], _end(plan) if plan.sigmas == "kl_optimal" else 0.0))
     sheet = _sigma_sheet(plan, timesteps, sigma)
     sheet.term(0)[:] = down / sigma
     sheet.term(1)[:] = 1 - down / sigma
@@ -230,8 +230,20 @@ def _spread(plan: SolverRequest, low: float, high: float) -> Array:
     return BETWEEN[str(plan.sigmas)](low, high, plan.num_steps)
 
 
+def _end(plan: SolverRequest) -> float:
+    """Where the last step ends: on the picture, or at the least noise that was trained. KL Optimal ends there
+    too, but for Heun and DPM++ SDE, whose last step is one call to the picture."""
+    to_min = plan.settings.get("final_sigmas_type") == "sigma_min" or plan.sigmas == "kl_optimal"
+    return float(plan.schedule.sigmas[0]) if to_min else 0.0
+
+
 BETWEEN = {"karras": karras_sigmas, "exponential": exponential_sigmas, "beta": beta_sigmas}
-OF_SCHEDULE = {"simple": simple_sigmas, "normal": normal_sigmas, "ddim_uniform": ddim_uniform_sigmas}
+OF_SCHEDULE = {
+    "simple": simple_sigmas,
+    "normal": normal_sigmas,
+    "ddim_uniform": ddim_uniform_sigmas,
+    "kl_optimal": kl_optimal_sigmas,
+}
 
 
 def _sigma_sheet(plan: SolverRequest, timesteps: Array, sigma: Array) -> Sheet:
@@ -397,7 +409,7 @@ def _dpmpp(
 def _final_order(plan: SolverRequest, i: int, count: int) -> int:
     """The highest order for step i near the end, where few steps or sigma zero make higher ones unstable."""
     few = bool(plan.settings.get("lower_order_final", True)) and count < 15
-    to_zero = plan.settings.get("final_sigmas_type", "zero") == "zero"
+    to_zero = _end(plan) == 0
     if i == count - 1 and (few or to_zero or plan.settings.get("euler_at_final", False)):
         return 1
     return 2 if i == count - 2 and few else 3
@@ -422,7 +434,6 @@ def _multistep_levels(plan: SolverRequest, *, unipc: bool = False) -> tuple[Arra
     """Timesteps [S] and sigmas [S + 1] of DPM-Solver++ and UniPC."""
     schedule, count = plan.schedule, plan.num_steps
     keeps_fractions = plan.settings.get("beta_schedule") == "squaredcos_cap_v2" and not unipc
-    to_min = plan.settings.get("final_sigmas_type", "zero") == "sigma_min"
     if plan.sigmas is not None:
         sigmas = _spread(plan, schedule.sigmas[0], schedule.sigmas[-1])
         timesteps = schedule.timesteps_at(sigmas)
@@ -433,12 +444,12 @@ def _multistep_levels(plan: SolverRequest, *, unipc: bool = False) -> tuple[Arra
             timesteps = np.round(timesteps)
         elif plan.sigmas in BETWEEN:
             timesteps = np.maximum(np.floor(timesteps - 1e-6), 0)
-        return timesteps, np.append(sigmas, schedule.sigmas[0] if to_min else 0.0)
+        return timesteps, np.append(sigmas, _end(plan))
     # lambda = -log sigma; a clipped (cosine) schedule leaves out its noisiest timesteps.
     clipped = -math.inf if unipc else float(plan.settings.get("lambda_min_clipped", -math.inf))
     last = int(np.searchsorted(np.log(schedule.sigmas), -clipped, side="right"))
     timesteps = multistep_timesteps(plan.spacing, schedule.num_train_timesteps, last, count, plan.offset)
-    return timesteps, np.append(schedule.sigmas_at(timesteps), schedule.sigmas[0] if to_min else 0.0)
+    return timesteps, np.append(schedule.sigmas_at(timesteps), _end(plan))
 
 
 def _vp(sigmas: Array) -> Levels:

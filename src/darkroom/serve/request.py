@@ -53,13 +53,16 @@ class AdapterChoice(_Strict):
 class ControlChoice(_Strict):
     """One net of the server's folder, by name, and how much its picture counts."""
 
-    net: str = Field(min_length=1, max_length=200, description="a ControlNet, T2I-Adapter or IP-Adapter")
+    net: str = Field(
+        min_length=1, max_length=200, description="a ControlNet, LLLite, T2I-Adapter or IP-Adapter"
+    )
     weight: float = Field(1.0, allow_inf_nan=False, ge=-10, le=10)
     start: float = Field(
         0.0, ge=0, lt=1, allow_inf_nan=False, description="share of the steps where it begins"
     )
     end: float = Field(1.0, gt=0, le=1, allow_inf_nan=False, description="share of the steps where it stops")
     guess: bool = Field(False, description="only the prompted half, deep layers more than shallow ones")
+    soft: bool = Field(False, description="deep layers more than shallow ones, in both halves")
     map: str = Field("none", max_length=40, description="what is made of the picture: none, canny, ...")
 
     @model_validator(mode="after")

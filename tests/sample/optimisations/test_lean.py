@@ -9,6 +9,7 @@ from diffusers.models.attention_processor import Attention
 from darkroom import models, sample
 from darkroom.sample import optimisations
 from darkroom.sample.optimisations.lean import LeanAttention, LeanBlock, LeanFeedForward, LeanResnet
+from models.made_adapters import made
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +83,38 @@ def test_keys_and_values_are_made_once(model, monkeypatch):
     lean(*given(model, rows=20))
     lean(*given(model, rows=20))
     assert len(count) == 4 * layers
+
+
+def test_keys_and_values_are_kept_where_no_row_has_an_adapter_of_the_bank(monkeypatch):
+    """A bank that nobody uses costs nothing; rows that use it are never given kept ones."""
+    both = [
+        models.create("tiny", seed=1),
+        optimisations.optimise(models.create("tiny", seed=1), "lean").model,
+    ]
+    banks = [models.Bank(one, slots=2, max_rank=4) for one in both]
+    for bank in banks:
+        bank.load(1, made(both[0], 1, where=lambda path: path.endswith(("attn2.to_k", "attn2.to_v"))))
+    count = []
+    inner = LeanAttention._keys_and_values
+    monkeypatch.setattr(
+        LeanAttention, "_keys_and_values", lambda self, text: count.append(1) or inner(self, text)
+    )
+    x, t, text = given(both[0])
+
+    def call(at, *weights):
+        rows = banks[at].lay_out([[(1, weight)] for weight in weights], "cpu").values() or (None, None)
+        with torch.no_grad(), banks[at].applied("unet", *rows):
+            return both[at].unet(x, t, text, return_dict=False)[0]
+
+    first = call(1, 0, 0)
+    layers = len(count)
+    assert torch.equal(call(1, 0, 0), first)
+    assert len(count) == layers > 0
+    for weight in (0.5, 1.0):
+        mixed = call(1, weight, 0)
+        assert torch.equal(mixed, call(0, weight, 0))
+        assert (mixed[0] - first[0]).abs().max() > 1e-3
+        assert torch.allclose(mixed[1], first[1], atol=1e-5)
+    assert len(count) == 3 * layers
+    assert torch.equal(call(1, 0, 0), first)
+    assert len(count) == 3 * layers

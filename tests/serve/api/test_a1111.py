@@ -147,6 +147,7 @@ def test_a_sampler_without_a_schedule_has_a1111s(http, small):
 
 SIGMAS_OF = {
     "Align Your Steps": "align_your_steps",
+    "KL Optimal": "kl_optimal",
     "Simple": "simple",
     "Normal": "normal",
     "DDIM": "ddim_uniform",
@@ -304,11 +305,14 @@ def test_what_clients_ask_for_around_the_pictures(http):
         assert http.get(f"/sdapi/v1/{path}").json() == []
     for path in ("checkpoints", "vae", "loras", "embeddings"):
         assert http.post(f"/sdapi/v1/refresh-{path}").status_code == 200
-    assert http.get("/sdapi/v1/scripts").json()["img2img"] == ["controlnet"]
+    assert http.get("/sdapi/v1/scripts").json() == {"txt2img": [], "img2img": []}  # no nets here
     assert http.get("/sdapi/v1/cmd-flags").json()["ckpt"] == "small"
     ram = http.get("/sdapi/v1/memory").json()["ram"]
     assert 0 < ram["free"] < ram["total"] == ram["free"] + ram["used"]
     assert http.get("/sdapi/v1/embeddings").json() == {"loaded": {}, "skipped": {}}
+    refused = http.post("/sdapi/v1/interrogate", json={"image": "", "model": "clip"})
+    assert (refused.status_code, refused.json()["error"]) == (422, "not_served")
+    assert refused.json()["detail"] == "interrogate: no model here describes pictures"
 
 
 def test_pictures_are_made_larger(http):

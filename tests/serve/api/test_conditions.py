@@ -172,6 +172,9 @@ MIXED: list[list[dict[str, Any]]] = [
     [{"net": "face", "weight": 0.9}],
     [{"net": "face", "weight": 0.9}, {"net": "pose"}],
     [{"net": "face", "weight": 2.0, "mask": MASK}],
+    [{"net": "lines", "end": 0.7}],
+    [{"net": "lines", "weight": 0.8}, {"net": "face", "weight": 0.9}],
+    [{"net": "edges", "soft": True}],
 ]
 LARGER, HIRES = 6, {"scale": 1.5, "strength": 0.6}
 """The request with a second pass."""
@@ -425,13 +428,42 @@ def test_a_units_picture_is_cut_to_the_shape(http, nets, small):
     for unit, named in (
         ({"model": "None"}, "model_list"),
         ({"model": "edges", "module": "openpose"}, "module"),
-        ({"model": "edges", "control_mode": 1}, "control_mode"),
+        ({"model": "edges", "control_mode": 3}, "control_mode"),
         ({"model": "edges", "weight": "much"}, "weight"),
     ):
         body = {"prompt": "a", "alwayson_scripts": {"controlnet": {"args": [unit]}}}
         told = http.post("/sdapi/v1/txt2img", json=body)
         assert told.status_code == 422
         assert named in told.json()["detail"]
+
+
+def test_the_extensions_modes_are_soft_and_guess(http, nets, small):
+    settings = {"steps": 4, "seed": 5, "optimise": "none", "notice": lambda _: None}
+    modes: list[tuple[int | str, dict[str, Any]]] = [
+        (0, {}),
+        (1, {"soft": True}),
+        ("My prompt is more important", {"soft": True}),
+        (2, {"guess": True}),
+    ]
+    for net in ("edges", "sketch"):
+        lone = {
+            mode: sample.generate(
+                small,
+                "a horse",
+                guidance=5.0,
+                controls=[Control(nets / net, steering(9), **ours)],
+                **settings,
+            )[0].image
+            for mode, ours in modes
+        }
+        for mode, picture in lone.items():
+            unit = {"model": net, "image": base64_of(steering(9)), "control_mode": mode}
+            body = {**QUICK, "prompt": "a horse", "cfg_scale": 5.0}
+            body |= {"alwayson_scripts": {"controlnet": {"args": [unit]}}}
+            made = picture_of(http.post("/sdapi/v1/txt2img", json=body), "a1111")
+            assert difference(made, picture) <= 2, (net, mode)
+        assert difference(lone[0], lone[1]) >= 3
+        assert difference(lone[2], lone[1]) >= 3
 
 
 def test_the_extensions_lists(http):

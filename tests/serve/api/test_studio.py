@@ -84,10 +84,12 @@ def test_a_net_shows_the_map_that_it_is_given(page, server, tmp_path):
     shown = picture_of(page, "document.querySelector('img.control-map').src").convert("RGB")
     assert np.array_equal(np.asarray(shown), np.asarray(MAPS["invert"](steering(3))))
     page.set("#control-weight-0", 0.5)
+    page.set("#control-mode-0", "soft")
     expose(page, "guided", steps=2, seed=1)
     page.until(DONE)
     [control] = newest(server)["request"]["controls"]
     assert (control["net"], control["map"], control["weight"]) == ("edges", "invert", 0.5)
+    assert (control["soft"], control["guess"]) == (True, False)
     guided = server.http.get(f"/jobs/{newest(server)['id']}/pictures/0").content
     page.click("#control-list .link")
     expose(page, "guided", steps=2, seed=1)

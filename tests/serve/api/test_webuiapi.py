@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image, ImageFilter
+from PIL import Image, ImageFilter, ImageOps
 
 from darkroom import sample
 from serve.conftest import Server, difference
@@ -81,9 +81,16 @@ def test_controlnet_units(api, nets, small):
     assert difference(made.image, lone) <= 2
     plain = sample.generate(small, "a horse", **told, **QUIET)[0].image
     assert difference(made.image, plain) >= 4
+    # The package keeps the units in a default of its own; it clears them where it knows the extension.
+    assert difference(api.txt2img(prompt="a horse", seed=5, **SIDES).image, plain) <= 1
+    usual = webuiapi.ControlNetUnit(image=steering(9).resize((64, 32)), model="edges", control_mode=1)
+    assert api.img2img(images=[steering(3)], controlnet_units=[usual], **SIDES).image.size == (32, 32)
     assert "edges" in api.controlnet_model_list()
+    assert webuiapi.ControlNetInterface(api).model_list() == api.controlnet_model_list()
     assert "canny" in api.controlnet_module_list()
     assert api.controlnet_version() >= 2
+    seen = api.controlnet_detect([steering(9)], module="invert").image
+    assert difference(ImageOps.invert(seen), steering(9)) == 0
 
 
 def test_lists_options_and_work_on_pictures(api):
@@ -95,8 +102,20 @@ def test_lists_options_and_work_on_pictures(api):
     api.util_set_model("small")
     assert api.get_progress()["progress"] == 0
     assert {"ram", "cuda"} <= api.get_memory().keys()
-    for read in ("get_options", "get_cmd_flags", "get_upscalers", "get_embeddings", "get_sd_vae"):
-        assert "detail" not in getattr(api, read)(), read
+    lists = ("upscalers", "latent_upscale_modes", "sd_models", "schedulers", "samplers")
+    for name in lists:
+        assert {"name", "title"} & getattr(api, f"get_{name}")()[0].keys(), name
+    for name in ("sd_vae", "hypernetworks", "face_restorers", "realesrgan_models", "prompt_styles"):
+        assert getattr(api, f"get_{name}")() == [], name
+    assert api.get_scripts()["txt2img"][0] == "controlnet"
+    assert api.get_embeddings() == {"loaded": {}, "skipped": {}}
+    assert api.get_cmd_flags()["ckpt"] == "small"
+    assert "Euler a" in api.util_get_sampler_names()
+    assert "kl_optimal" in api.util_get_scheduler_names()
+    assert api.set_options(api.get_options()) is None
+    api.util_wait_for_ready()
+    with pytest.raises(RuntimeError, match="no model here describes pictures"):
+        api.interrogate(steering(3))
     for told in ("refresh_checkpoints", "interrupt", "skip"):
         assert getattr(api, told)() == {}
     start = steering(3)

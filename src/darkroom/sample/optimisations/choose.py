@@ -61,17 +61,17 @@ def optimise(
 
 
 def _has_own_attention(model: Model) -> bool:
-    """Whether IP-Adapters are installed in the U-Net's cross-attentions."""
+    """Whether IP-Adapters or LLLites are installed in the U-Net's attentions."""
     processors = getattr(model.unet, "attn_processors", {})
     return any(isinstance(processor, ImageAttention) for processor in processors.values())
 
 
 def _check_attention(model: Model, choices: Iterable[Choice]) -> None:
-    """InputError for optimisations that would put another attention in the place of IP-Adapters'."""
+    """InputError for optimisations that would put another attention in the place of that of nets."""
     others = ("fused_qkv", "unfused_attention", "attention_slicing", "fused_attention:xformers")
     found = next((choice for choice in map(str, choices) if choice.startswith(others)), None)
     if found is not None and _has_own_attention(model):
-        raise InputError(f"IP-Adapters with {found}", mend=f"leave {found} out")
+        raise InputError(f"IP-Adapters or LLLites with {found}", mend=f"leave {found} out")
 
 
 def _offloads(choices: Iterable[Choice]) -> bool:

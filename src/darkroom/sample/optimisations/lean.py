@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from darkroom.models.adapters.bank import Banked
 from darkroom.models.parts import (
     Attention,
     AttnProcessor2_0,
@@ -38,6 +39,13 @@ def make_lean(unet: nn.Module) -> None:
         found = PLAIN.get(type(module))
         if found is not None and found[0](module):
             module.__class__ = found[1]
+
+
+def _is_plain_linear(layer: nn.Module) -> bool:
+    """Whether a layer does nothing but its product: also one in an adapter bank of which no row has any."""
+    if isinstance(layer, Banked):
+        return layer.bank_rows.call.slots_BK is None
+    return type(layer) is nn.Linear
 
 
 def _is_plain_attention(module: Any) -> bool:
@@ -119,10 +127,10 @@ class LeanAttention(Attention):  # type: ignore[misc]
 
     def _may_keep(self, text_BLD: torch.Tensor) -> bool:
         """Whether nothing but the text decides: an adapter's rows may change under the same text."""
-        layer = self.to_kv if self.fused_projections else self.to_k
+        layers = (self.to_kv,) if self.fused_projections else (self.to_k, self.to_v)
         return (
             len(text_BLD) <= KEPT_ROWS
-            and type(layer) is nn.Linear
+            and all(map(_is_plain_linear, layers))
             and not text_BLD.is_inference()
             and not torch.is_grad_enabled()
         )

@@ -119,8 +119,18 @@ def add_server_routes(router: APIRouter, core: Core) -> None:
 
     @router.get("/scripts")
     async def scripts() -> dict[str, list[str]]:
-        """Scripts that a request may have under `alwayson_scripts`."""
-        return {"txt2img": ["controlnet"], "img2img": ["controlnet"]}
+        """Scripts that a request may have under `alwayson_scripts`, where there are nets.
+
+        The second is by what the package webuiapi knows the extension: without it, pictures asked for after
+        one with a net are asked for with that net again.
+        """
+        there = [] if core.settings.controls is None else ["controlnet", "controlnet m2m"]
+        return {"txt2img": there, "img2img": there}
+
+    @router.post("/interrogate")
+    async def interrogate() -> None:
+        """422: there is no model here that describes pictures."""
+        raise Refused(422, "not_served", "interrogate: no model here describes pictures", param="model")
 
     @router.get("/latent-upscale-modes")
     async def latent_upscale_modes() -> list[dict[str, str]]:

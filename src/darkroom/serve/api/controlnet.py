@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request
 from PIL import Image, ImageOps
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from darkroom.sample.control import INPAINT, MAP_NUMBERS, find_map
 from darkroom.serve.api.shared import caller, decoded, encoded, route_in
@@ -49,13 +49,15 @@ ALIASES = {
 """Those that leave the picture as it is, too: IP-Adapters bring their encoder along."""
 A1111_BLUR = 9.0
 """Sigma of `blur_gaussian` where a request does not say one."""
-MODES = {
-    "balanced": False,
-    "controlnet is more important": True,
-    0: False,
-    2: True,
+MODES: dict[int | str, dict[str, bool]] = {
+    "balanced": {},
+    "my prompt is more important": {"soft": True},
+    "controlnet is more important": {"guess": True},
+    0: {},
+    1: {"soft": True},
+    2: {"guess": True},
 }
-"""Control modes, and whether that is guess mode. 'My prompt is more important' (1) is not served."""
+"""The extension's control modes in darkroom's terms."""
 RESIZE = {
     "just resize": "stretch",
     "scale to fit (inner fit)": "crop",
@@ -99,9 +101,9 @@ class Unit(BaseModel):
         if map_name is None:
             raise _refused(f"module: one of {', '.join(MODULES)}; send others' maps with module none")
         mode = self.control_mode if not isinstance(self.control_mode, list) else "".join(self.control_mode)
-        guess = MODES.get(_small(mode))
-        if guess is None:
-            raise _refused("control_mode: Balanced (0) or ControlNet is more important (2)")
+        wanted = MODES.get(_small(mode))
+        if wanted is None:
+            raise _refused("control_mode: Balanced (0), My prompt (1) or ControlNet is more important (2)")
         if not self.guidance_start < self.guidance_end:
             raise _refused("guidance_start is before guidance_end")
         return ControlChoice(
@@ -109,7 +111,8 @@ class Unit(BaseModel):
             weight=self.weight,
             start=self.guidance_start,
             end=self.guidance_end,
-            guess=guess or bool(self.guessmode),
+            guess=wanted.get("guess", False) or bool(self.guessmode),
+            soft=wanted.get("soft", False),
             map=_with_numbers(map_name, self.threshold_a, self.threshold_b),
         )
 
@@ -211,7 +214,12 @@ class Detect(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     controlnet_module: str = Field("none", max_length=100)
-    controlnet_input_images: list[str] = Field(min_length=1, max_length=16)
+    controlnet_input_images: list[str] = Field(
+        min_length=1,
+        max_length=16,
+        validation_alias=AliasChoices("controlnet_input_images", "controlnet_images"),
+        description="the package webuiapi calls it controlnet_images",
+    )
     controlnet_threshold_a: float | None = Field(None, le=1000, allow_inf_nan=False)
     controlnet_threshold_b: float | None = Field(None, le=1000, allow_inf_nan=False)
 

@@ -94,7 +94,7 @@ class Engine:
                 library.bank.take_whole_calls()
             self.unet = FixedShapes(backend.unet, fixed_rows, most)
         if nets is not None:
-            self.unet = ControlledUnet(self.unet, nets.image_prompts)
+            self.unet = ControlledUnet(self.unet, nets.in_attention)
         self.steps, self.aside = places or (Between(), Between())
         self.steps.on_free = self.wake
         self.trouble: str | None = None

@@ -1,4 +1,4 @@
-"""The folder of nets (ControlNets, T2I-Adapters, IP-Adapters), and those of them that are in memory.
+"""The folder of nets (ControlNets, LLLites, T2I-Adapters, IP-Adapters), and those of them that are in memory.
 
 A net is named by its file or folder. It is read when a job asks for it, in a thread, and stays until others
 need its memory: the one that was not used for longest goes first, one that a row on its way uses never. All
@@ -20,8 +20,9 @@ import torch
 
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware import accelerator
-from darkroom.models.control import ControlCard, ControlNet, describe_control, read_control
+from darkroom.models.control import ControlCard, Net, describe_control, read_control
 from darkroom.models.image_prompt import ENCODER_FOLDER, ImagePrompt, install
+from darkroom.models.lllite import ControlNetLite
 from darkroom.sample.control import Control, Controls
 from darkroom.serve.engine.shelf import SUFFIX, Shelf, may_be_named, scan
 from darkroom.serve.engine.tickets import EngineJob, File, Ticket, opened
@@ -42,7 +43,7 @@ class NetCard:
     name: str
     bytes: int
     kind: str | None = None
-    """controlnet, t2i-adapter or ip-adapter, once a request has named it."""
+    """controlnet, controlnet-lllite, t2i-adapter or ip-adapter, once a request has named it."""
     loaded: bool = False
     trouble: str | None = None
 
@@ -70,13 +71,13 @@ class Nets(Shelf):
         self.model, self.most_bytes = model, most_bytes
         self._device, self._dtype = device, dtype
         self._known: dict[File, ControlCard] = {}
-        self._loaded: OrderedDict[File, ControlNet | ImagePrompt] = OrderedDict()  # least lately used first
+        self._loaded: OrderedDict[File, Net] = OrderedDict()  # least lately used first
         self._bytes: dict[File, int] = {}  # of what is in memory or being read
         self._first: Ticket | None = None  # who has waited longest, for whom others are released
         self._first_s = 0.0
-        self.image_prompts: dict[int, ImagePrompt] = {}
-        """The IP-Adapters in memory, by their place in the U-Net's attentions."""
-        install(model, self.image_prompts)
+        self.in_attention: dict[int, ImagePrompt | ControlNetLite] = {}
+        """The IP-Adapters and LLLites in memory, by their place in the U-Net's attentions."""
+        install(model, self.in_attention)
 
     def _scan(self) -> dict[str, File]:
         return scan(self.folder, self.noun, _folder_of_net)
@@ -181,9 +182,9 @@ class Nets(Shelf):
     def _release(self, file: File) -> int:
         """Let go of a net that nobody uses; its bytes."""
         net = self._loaded.pop(file)
-        for place, prompt in tuple(self.image_prompts.items()):
-            if prompt is net:
-                del self.image_prompts[place]
+        for place, other in tuple(self.in_attention.items()):
+            if other is net:
+                del self.in_attention[place]
         return self._bytes.pop(file)
 
     def _load(self, file: File) -> None:
@@ -199,9 +200,9 @@ class Nets(Shelf):
         with self._lock:
             self._bytes[file] = net.num_bytes
             self._loaded[file] = net
-            if isinstance(net, ImagePrompt):
-                taken = self.image_prompts.keys()
-                self.image_prompts[min(set(range(len(taken) + 1)) - taken)] = net
+            if isinstance(net, (ImagePrompt, ControlNetLite)):
+                taken = self.in_attention.keys()
+                self.in_attention[min(set(range(len(taken) + 1)) - taken)] = net
 
     def hold(self, ticket: Ticket) -> bool:
         """Keep a ticket's nets in memory; False while one is being read or it does not fit. Raises
@@ -255,6 +256,7 @@ class Nets(Shelf):
                 choice.guess,
                 choice.map,
                 None if given.mask is None else opened(given.mask),
+                soft=choice.soft,
             )
             for choice, given in zip(work.request.controls, uploads, strict=True)
         ]

@@ -19,8 +19,7 @@ from darkroom.serve.request import PRIORITIES, PictureRequest, Uploads
 if TYPE_CHECKING:
     from darkroom import sample
     from darkroom.models.adapters.bank import Staged
-    from darkroom.models.control import ControlNet
-    from darkroom.models.image_prompt import ImagePrompt
+    from darkroom.models.control import Net
 
 
 @dataclass(frozen=True)
@@ -247,7 +246,7 @@ class EngineJob:
     prepared: sample.Generation | None = None
     lent: dict[str, Loan] = field(default_factory=dict)
     """Where its adapters are, by name."""
-    nets: dict[str, ControlNet | ImagePrompt] = field(default_factory=dict)
+    nets: dict[str, Net] = field(default_factory=dict)
     """Its nets in memory, by name."""
     tickets: list[Ticket] = field(default_factory=list)
     pictures: dict[int, sample.Picture] = field(default_factory=dict)

@@ -84,6 +84,9 @@ def digest_of(
         for name in ("text_weight", "blocks"):
             if adapter[name] in (None, []):
                 del adapter[name]
+    for control in values.get("controls", ()):
+        if not control["soft"]:
+            del control["soft"]
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
     for part in (uploads.image, uploads.mask) if uploads is not None else ():
         digest.update(hashlib.sha256(part or b"").digest())

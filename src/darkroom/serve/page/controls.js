@@ -3,6 +3,7 @@ import { $, ask, make, say } from "./common.js";
 import { encoded, onCanvas } from "./pictures.js";
 
 const NAMES = { none: "As it is (a finished map)", canny: "Edges (Canny)", blur: "Blurred", invert: "Inverted", scribble: "Scribble", colour: "Coarse colours" };
+const MODES = { balanced: "Prompt and net alike", soft: "The prompt more", guess: "The net more" };
 const SLIDES = [["weight", "Weight", 0, 2, 0.05], ["start", "From", 0, 0.95, 0.05], ["end", "To", 0.05, 1, 0.05]];
 const told = (name, value) => (name === "weight" ? Number(value).toFixed(2) : `${Math.round(value * 100)} %`);
 
@@ -28,7 +29,7 @@ export class Controls {
     $("control-add").value = "";
     if (!net || !this.known.has(net)) return;
     if (this.units.length >= this.most) { say(`At most ${this.most} nets.`); return; }
-    this.units.push({ net, map: "none", weight: 1, start: 0, end: 1, image: null });
+    this.units.push({ net, map: "none", mode: "balanced", weight: 1, start: 0, end: 1, image: null });
     this.show();
     this.onChange();
     document.querySelector("#control-list li:last-child input[type=file]")?.focus();
@@ -56,8 +57,12 @@ export class Controls {
     const map = make("select", { id: `control-map-${i}` }, ...this.maps.filter((name) => name !== "inpaint").map((name) => make("option", { value: name }, NAMES[name] ?? name)));
     map.value = unit.map;
     map.onchange = () => { unit.map = map.value; this.onChange(); this.preview(unit); };
+    const mode = make("select", { id: `control-mode-${i}` }, ...Object.entries(MODES).map(([value, name]) => make("option", { value }, name)));
+    mode.value = unit.mode;
+    mode.onchange = () => { unit.mode = mode.value; this.onChange(); };
     const item = make("li", {}, make("div", { className: "control-head" }, make("strong", { className: "clip" }, unit.net), gone), box,
-      make("label", { htmlFor: map.id, className: "small" }, "Made of it"), map, ...SLIDES.map((slide) => this.slide(unit, i, ...slide)));
+      make("label", { htmlFor: map.id, className: "small" }, "Made of it"), map,
+      make("label", { htmlFor: mode.id, className: "small" }, "What counts more"), mode, ...SLIDES.map((slide) => this.slide(unit, i, ...slide)));
     item.setAttribute("aria-label", unit.net);
     return item;
   }
@@ -115,6 +120,7 @@ export class Controls {
   request() {
     const lacking = this.units.find((unit) => !unit.image);
     if (lacking) throw Object.assign(new Error(`${lacking.net} has no picture yet.`), { param: "controls" });
-    return this.units.map(({ net, map, weight, start, end, image }) => ({ net, map, weight, start, end, image }));
+    return this.units.map(({ net, map, mode, weight, start, end, image }) => (
+      { net, map, soft: mode === "soft", guess: mode === "guess", weight, start, end, image }));
   }
 }
