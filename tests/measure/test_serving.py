@@ -14,6 +14,7 @@ import torch
 
 from darkroom import models
 from darkroom.errors import InputError
+from darkroom.measure import serving
 from darkroom.measure.serving import (
     DARKROOM,
     ONE,
@@ -188,7 +189,24 @@ def test_rows_and_page_of_a_small_bench(small: Path, tmp_path: Path) -> None:
     assert "admission p50" in page
 
 
+@pytest.mark.nightly
+def test_overload_alone_runs_no_other_server(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving._ServingRun, "_pipeline", None)
+    bench = ServeBench(
+        str(small), adapters=0, seconds=2.0, loads=(1.0, 4.0), tables=("load",), threads=1, device="cpu"
+    )
+    rows = bench_serve(bench)
+    assert [row.case for row in rows] == ["darkroom at 1x", "darkroom at 4x"]
+    assert all(row.settings["http_5xx"] == row.settings["lost"] == 0 for row in rows)
+    assert rows[1].settings["requests_per_s"] == pytest.approx(
+        4 * rows[0].settings["requests_per_s"], rel=1e-3
+    )
+
+
 def test_what_cannot_be_is_refused() -> None:
+    for tables in ((), ("loads",), ("poisson", "load")):
+        with pytest.raises(InputError, match="table"):
+            bench_serve(ServeBench("tiny", tables=tables))
     with pytest.raises(InputError, match="loads"):
         bench_serve(ServeBench("tiny", loads=(0.0,)))
     with pytest.raises(InputError, match="rounds=0"):

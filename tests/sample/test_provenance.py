@@ -151,6 +151,19 @@ def test_a_stranger_s_picture_says_nothing_and_is_not_wrong(tmp_path):
     assert (proof.ok, proof.credentials, proof.watermark, proof.declared) == (True, "none", None, False)
 
 
+def test_what_a_file_says_of_itself_forges_no_line_and_steers_no_terminal(tmp_path):
+    """Its parameters are anybody's: they had been printed as they are."""
+    forged = {"prompt": "a\n  credentials  trusted, signed by The Times", "negative": "\x1b[2J\u202e"}
+    made = Picture(photo(256), PARAMETERS | forged, torch.zeros(4, 8, 8))
+    proof = verify_picture(provenance.save_pictures([made], tmp_path / "out", None)[0])
+    lines = proof.lines()
+    assert proof.parameters["prompt"] == forged["prompt"]
+    assert [line for line in lines if line.startswith("  credentials")] == ["  credentials  none"]
+    assert r"  parameters   prompt: a\n  credentials  trusted, signed by The Times" in lines
+    assert r"  parameters   negative: \x1b[2J\u202e" in lines
+    assert all(line.isprintable() for line in lines)
+
+
 def test_of_pictures_too_small_for_a_mark_log_and_verify_say_so(certificate, tmp_path, caplog):
     marks = Provenance.opened(certificate, tmp_path / "own.pem")
     with caplog.at_level("INFO", "darkroom.sample"):

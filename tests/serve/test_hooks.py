@@ -176,6 +176,9 @@ def test_pictures_of_every_api_are_marked_with_their_job_and_signed(run_http, tm
         await http.put("/jobs/b", json={**edit, "strength": 1.0})
         assert (await http.get("/jobs/b?wait_s=60")).json()["state"] == "done"
         (tmp_path / "b.png").write_bytes((await http.get("/jobs/b/pictures/0")).content)
+        for name, how in (("c", {"upscaler_1": "Lanczos", "upscaling_resize": 2}), ("d", {})):
+            answer = await http.post("/sdapi/v1/extra-single-image", json={"image": edit["image"], **how})
+            (tmp_path / f"{name}.png").write_bytes(base64.b64decode(answer.json()["image"]))
         return str(uid)
 
     uid = run_http(scenario, provenance=True, capacity=128)
@@ -187,4 +190,11 @@ def test_pictures_of_every_api_are_marked_with_their_job_and_signed(run_http, tm
     assert "created by small" in jpeg.chain[1]
     assert "edited by small" in edited.chain[0]
     assert "created by small" in edited.chain[1], "of the picture that it started from"
+    for name, factor in (("c", 2), ("d", 1)):  # credentials and mark had been lost
+        larger = provenance.verify_picture(tmp_path / f"{name}.png")
+        with Image.open(tmp_path / f"{name}.png") as image, Image.open(tmp_path / "a.png") as first:
+            assert image.size == (factor * first.width, factor * first.height)
+        assert (larger.credentials, larger.watermark, larger.declared) == ("valid", uid[:8], True)
+        assert "resized" in larger.chain[0]
+        assert "created by small" in larger.chain[1]
     assert (tmp_path / "state" / "certificate.pem").stat().st_mode & 0o077 == 0

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from darkroom.serve.engine.loop import Admission
 from darkroom.serve.errors import Refused
+from darkroom.serve.jobs import admission
+from darkroom.serve.jobs.admission import Intake
 from darkroom.serve.request import PictureRequest, Uploads
 from darkroom.serve.settings import Limits
 from serve.conftest import Released
@@ -139,6 +142,78 @@ def test_pictures_that_came_with_jobs_are_bounded_together(run_core):
     assert told == [(429, "queue_full", True)] * 2
     assert done == ["done", "done"]
     assert (after, state) == (0, "done")
+
+
+class Pool:
+    """So many pictures wait, of one key, and a second's work each."""
+
+    def __init__(self, waits: int) -> None:
+        self.waits = waits
+
+    def waiting(self, key: str | None = None) -> int:
+        return self.waits
+
+    def waiting_cost(self, key: str | None = None) -> float:
+        return float(self.waits)
+
+    def seconds_for(self, cost: float) -> float:
+        return cost
+
+    def admissions(self) -> list[Admission]:
+        return [Admission("a", 1.0, i + 1.0) for i in range(self.waits)]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+    return now
+
+
+def let_in(intake: Intake, pool: Pool, digest: str | None, num: int = 1) -> float | None:
+    """None, or when to come again."""
+    try:
+        intake.check_room(pool, "a", num, None, digest)
+        intake.check_work(pool, "a", num, float(num), None, digest)
+    except Refused as refused:
+        return refused.retry_after_s
+    intake.kept("a", digest)
+    return None
+
+
+@pytest.mark.parametrize("limits", [Limits(queue=8, queue_per_key=8), Limits(queue_s=8.0, queue_per_key=256)])
+def test_a_newcomer_takes_no_place_that_was_promised(clock, limits):
+    """At four times the load each place was gone before who had waited for it came back."""
+    intake, pool = Intake(limits), Pool(8)
+    after_s = let_in(intake, pool, "first")
+    assert after_s == 1.0
+    pool.waits = 7
+    assert let_in(intake, pool, "newcomer") is None, "the control: before that time it is anybody's"
+    clock[0] += after_s
+    assert let_in(intake, pool, "newcomer") is not None
+    assert let_in(intake, pool, None) is not None
+    assert let_in(intake, pool, "first") is None
+    assert let_in(intake, pool, "first") is None, "its place is no longer held: now it is anybody's again"
+    assert let_in(intake, pool, "newcomer") is None
+
+
+def test_a_promised_place_is_not_held_for_ever(clock):
+    intake, pool = Intake(Limits(queue=8, queue_per_key=8)), Pool(8)
+    clock[0] += let_in(intake, pool, "first")
+    pool.waits = 7
+    assert let_in(intake, pool, "newcomer") is not None
+    clock[0] += 5.1
+    assert let_in(intake, pool, "newcomer") is None
+
+
+def test_at_most_a_quarter_of_the_queue_is_held(clock):
+    intake, pool = Intake(Limits(queue=8, queue_per_key=8)), Pool(8)
+    for digest in "abcdefgh":
+        assert let_in(intake, pool, digest) is not None
+    clock[0] += 4.6  # four are due
+    for waits, refused in ((6, True), (5, False)):
+        pool.waits = waits
+        assert (let_in(intake, pool, "newcomer") is not None) == refused
 
 
 @pytest.mark.nightly

@@ -461,6 +461,9 @@ def bench_serve(
     seconds: Annotated[float, typer.Option(min=0.1, help="of each trial")] = 15.0,
     rounds: Annotated[int, typer.Option(min=1, help="of saturation, the servers in turns")] = 2,
     loads: Annotated[str, typer.Option(help="multiples of the capacity, with commas")] = "0.5,1,4",
+    tables: Annotated[
+        str, typer.Option(help="with commas; load alone is overload without the other servers")
+    ] = "saturation,poisson,load",
     seed: Annotated[int, typer.Option(min=0, help="of the trace and the adapters")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="of every server; 0 leaves it to torch")] = 0,
     device: Device = "auto",
@@ -471,7 +474,8 @@ def bench_serve(
 ) -> None:
     """Darkroom's server against diffusers.
 
-    One request at a time, and batches of one key. About 5 minutes; --seconds 60 for figures to rely on.
+    One request at a time, and batches of one key. About 5 minutes; --seconds 60 for figures to rely on, which
+    --tables load has in less than 5.
 
     Example: darkroom bench serve model/ --out rows.csv --page serve.html
     """
@@ -493,6 +497,7 @@ def bench_serve(
             seconds=seconds,
             rounds=rounds,
             loads=multiples,
+            tables=tuple(word.strip() for word in tables.split(",") if word.strip()),
             seed=seed,
             threads=threads,
             device=device,

@@ -2,7 +2,8 @@
 
 Three tables. `serve-saturation`: all requests as fast as they are taken, the same ones for each server, in
 turns. `serve-poisson`: arrivals at 0.8 of what one request at a time can do, the same for each server.
-`serve-load`: darkroom alone at 0.25 to 4 times its own capacity.
+`serve-load`: darkroom alone at 0.25 to 4 times its own capacity, which is measured first where the other
+tables are left out.
 
 Latency runs from when a request was due, sent late or not, to when its picture was on disk (darkroom) or
 encoded in memory (the others). Darkroom pays for HTTP, durable jobs and this client; the others do not.
@@ -11,6 +12,7 @@ encoded in memory (the others). Darkroom pays for HTTP, durable jobs and this cl
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -35,6 +37,7 @@ from darkroom.measure.trace import RANK, TraceRequest, draw_trace, make_adapters
 
 DARKROOM, ONE, SAME_KEY = "darkroom", "one at a time", "same key together"
 LOADS = (0.5, 1.0, 4.0)
+TABLES = ("saturation", "poisson", "load")
 POISSON_SHARE = 0.8
 CLIENTS = 64
 """That ask darkroom at saturation; also the queue's length."""
@@ -127,6 +130,8 @@ class ServeBench:
     seconds: float = 15.0
     rounds: int = 2
     loads: tuple[float, ...] = LOADS
+    tables: tuple[str, ...] = TABLES
+    """`saturation` with or without `poisson`, `load`, or all; `load` alone runs no other server."""
     seed: int = 0
     threads: int = 0
     """Of torch, in every server; 0 leaves it to torch."""
@@ -145,6 +150,10 @@ class ServeBench:
             )
         if any(not 0 < load <= 16 for load in self.loads):
             raise InputError(f"loads {self.loads}", allowed="above 0, at most 16")
+        if not self.tables or not set(self.tables) <= set(TABLES):
+            raise InputError(f"tables '{','.join(self.tables)}'", allowed=", ".join(TABLES))
+        if "poisson" in self.tables and "saturation" not in self.tables:
+            raise InputError("table 'poisson' without 'saturation', which says how fast requests come")
 
 
 def bench_serve(bench: ServeBench, say: Callable[[str], None] = lambda _: None) -> list[Measurement]:
@@ -169,24 +178,41 @@ class _ServingRun:
 
     async def rows(self) -> list[Measurement]:
         """Run all rounds and return the table's rows. Starts the server and the plain pipelines."""
-        found = {name: [] for name in (ONE, SAME_KEY, DARKROOM)}  # type: dict[str, list[Trial]]
         with self._server() as server:
             client = Client(server.port)
             await server.ready(client)
             self.say("serve: a first few requests, untimed")
             await self._darkroom(client, self.trace[:WARM], None)
-            trace = self.trace
-            for i in range(self.bench.rounds):
-                self.say(f"serve: saturation, round {i + 1} of {self.bench.rounds}")
-                found[ONE].append(self._pipeline(trace, None, 1, None if i else self.bench.seconds))
-                trace = self.trace[: len(found[ONE][0].outcomes)]
-                found[SAME_KEY].append(self._pipeline(trace, None, self.bench.most_rows))
-                found[DARKROOM].append(await self._darkroom(client, trace * REPEAT, None))
-            rows = list(_saturation_rows(found, self._settings(trace)))
-            rows += await self._poisson(client, statistics.median(t.requests_per_s for t in found[ONE]))
-            rows += await self._loads(client, statistics.median(t.requests_per_s for t in found[DARKROOM]))
+            rows: list[Measurement] = []
+            if "saturation" in self.bench.tables:
+                found = await self._saturation(client)
+                rows += _saturation_rows(found, self._settings(self.trace[: len(found[ONE][0].outcomes)]))
+                capacity = statistics.median(t.requests_per_s for t in found[DARKROOM])
+            else:
+                capacity = (await self._alone(client)).requests_per_s
+            if "poisson" in self.bench.tables:
+                rows += await self._poisson(client, statistics.median(t.requests_per_s for t in found[ONE]))
+            if "load" in self.bench.tables:
+                rows += await self._loads(client, capacity)
             client.close()
         return rows
+
+    async def _saturation(self, client: Client) -> dict[str, list[Trial]]:
+        """The trials of each server, in turns; the first sets how much of the trace all of them draw."""
+        found = {name: [] for name in (ONE, SAME_KEY, DARKROOM)}  # type: dict[str, list[Trial]]
+        trace = self.trace
+        for i in range(self.bench.rounds):
+            self.say(f"serve: saturation, round {i + 1} of {self.bench.rounds}")
+            found[ONE].append(self._pipeline(trace, None, 1, None if i else self.bench.seconds))
+            trace = self.trace[: len(found[ONE][0].outcomes)]
+            found[SAME_KEY].append(self._pipeline(trace, None, self.bench.most_rows))
+            found[DARKROOM].append(await self._darkroom(client, trace * REPEAT, None))
+        return found
+
+    async def _alone(self, client: Client) -> Trial:
+        """How fast darkroom is with as many clients as it has places, for half of a trial's time."""
+        self.say("serve: darkroom's capacity")
+        return await self._darkroom(client, self.trace, None, self.bench.seconds / 2)
 
     def _server(self) -> ServerProcess:
         options = ["--queue", str(CLIENTS), "--rate", "1000000", "--device", self.bench.device]
@@ -245,14 +271,21 @@ class _ServingRun:
         ]
         return Trial(outcomes, report["start_s"], report["end_s"], rate)
 
-    async def _darkroom(self, client: Client, trace: Sequence[TraceRequest], rate: float | None) -> Trial:
-        """The same trace over HTTP; without a rate, each of `CLIENTS` asks anew once it is served."""
+    async def _darkroom(
+        self,
+        client: Client,
+        trace: Sequence[TraceRequest],
+        rate: float | None,
+        limit_s: float = math.inf,
+    ) -> Trial:
+        """The same trace over HTTP; without a rate, each of `CLIENTS` asks anew once it is served, until the
+        time is over."""
         self._sent += 1
         numbered = [(f"t{self._sent}-{i}", asked) for i, asked in enumerate(trace)]
         before, start_s = await client.metrics(), time.time()
         errors = _server_errors(client)
         if rate is None:
-            left = iter(numbered)
+            left = itertools.takewhile(lambda _: time.time() - start_s < limit_s, numbered)
             by_client = await asyncio.gather(*(_in_turn(client, left) for _ in range(CLIENTS)))
             outcomes = [outcome for some in by_client for outcome in some]
         else:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image, UnidentifiedImageError
+from PIL.PngImagePlugin import PngInfo
 
 from darkroom import __version__
 from darkroom.errors import InputError, MissingExtra
@@ -39,6 +40,7 @@ EXTRA = "provenance"
 MARK_VARIABLE = "DARKROOM_MARK"
 """Environment variable with the watermark's key; anyone with the key can find the mark."""
 TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
+MADE_BY_MODEL = b"trainedAlgorithmicMedia"
 SOURCE = "http://cv.iptc.org/newscodes/digitalsourcetype"
 TEST_NAME = "darkroom test signer"
 YEARS = 10
@@ -274,6 +276,30 @@ class Provenance:
         actions: list[dict[str, Any]] = [opened, {"action": "c2pa.transcoded"}]
         return self._sign(content, kind, actions, [], [original])
 
+    def upscaled(self, image: Image.Image, original: bytes, network: str | None = None) -> bytes:
+        """The PNG of a picture that was made from another one's pixels alone, which is its ingredient.
+
+        `network` is what did it, where one did. A mark and IPTC's metadata that the other one had are kept.
+        """
+        with Image.open(io.BytesIO(original), formats=tuple(TYPES)) as opened:
+            info = PngInfo()
+            if MADE_BY_MODEL in _metadata(opened):
+                info.add_itxt("XML:com.adobe.xmp", XMP)
+            found = None if opened.size == image.size else watermark.find(opened, self._mark_key)
+        if found is not None:
+            payload = zlib.crc32(original) if found.payload is None else found.payload
+            image = watermark.embed(image, payload, self._mark_key)
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG", pnginfo=info, compress_level=1)
+        actions: list[dict[str, Any]] = [
+            {"action": "c2pa.opened", "parameters": {"ingredientIds": ["input-0"]}},
+            {"action": "c2pa.resized"},
+        ]
+        if network is not None:
+            actions[-1]["digitalSourceType"] = f"{SOURCE}/algorithmicallyEnhanced"
+            actions[-1]["softwareAgent"] = {"name": f"{network} (darkroom {__version__})"}
+        return self._sign(buffer.getvalue(), "PNG", actions, [], [original])
+
     def _told(self, parameters: dict[str, Any]) -> dict[str, Any]:
         if self._say == "model":
             parameters = {k: v for k, v in parameters.items() if k in ("model", "model_sha256", "version")}
@@ -429,7 +455,12 @@ class PictureProof:
         return {"ok": self.ok, **vars(self)}
 
     def lines(self) -> list[str]:
-        """For a reader."""
+        """For a reader. What the file says of itself neither begins a line nor steers a terminal."""
+        return [
+            "".join(one if one.isprintable() else ascii(one)[1:-1] for one in line) for line in self._lines()
+        ]
+
+    def _lines(self) -> list[str]:
         who = f", signed by {self.signer}" if self.signer else ""
         none = "none found" if self.marked_size else "the picture is too small to carry one"
         mark = {None: none, "there": "found, too faint to be read"}.get(self.watermark)
@@ -462,7 +493,7 @@ def verify_picture(path: Path, *, trust: Path | None = None, mark_key: str | Non
     except (Image.DecompressionBombError, ValueError, SyntaxError) as error:
         raise InputError(f"'{path}' is no picture that can be read: {error}") from error
     proof = PictureProof(str(path), sha256=hashlib.sha256(content).hexdigest())
-    proof.declared = b"trainedAlgorithmicMedia" in _metadata(image)
+    proof.declared = MADE_BY_MODEL in _metadata(image)
     proof.parameters = parameters_in(image) or {}
     proof.marked_size = min(image.size) >= watermark.LEAST_SIDE * watermark.SCALES[0]
     found = watermark.find(image, mark_key or os.environ.get(MARK_VARIABLE, "darkroom"))
@@ -554,7 +585,8 @@ def _assertion(manifest: dict[str, Any], label: str) -> dict[str, Any]:
 
 def _actions(manifest: dict[str, Any]) -> list[str]:
     lists = [one["data"] for one in manifest.get("assertions", []) if one["label"].startswith("c2pa.actions")]
-    actions = [action for data in lists for action in data.get("actions", [])]
+    all_actions = [action for data in lists if isinstance(data, dict) for action in data.get("actions", [])]
+    actions = [action for action in all_actions if isinstance(action, dict)]
     return [
         str(action.get("action", "")).removeprefix("c2pa.")
         + (f" by {agent['name']}" if isinstance(agent := action.get("softwareAgent"), dict) else "")

@@ -2,13 +2,15 @@
 
 A line is a message and fields. A request's has its id (`X-Request-Id`, taken from the client or made here),
 route, status, the key's name, never the key, and why it was refused; a job's has the ids of the job and of
-the request that brought it, how it ended, the seconds of each phase, and the SHA-256 of each picture's file:
-"who drew this picture?" is a search for its hash.
+the request that brought it, how it ended, the seconds of each phase, and the SHA-256 of each picture's file.
+A request that is answered with files made for it, JPEG or WebP or upscaled, has theirs. So "who drew this
+picture?" is a search for its hash.
 """
 
 from __future__ import annotations
 
 import contextvars
+import hashlib
 import json
 import logging
 import re
@@ -34,6 +36,8 @@ class RequestNotes:
 
     id: str
     jobs: list[str] = field(default_factory=list)
+    hashes: list[str] = field(default_factory=list)
+    """SHA-256 of picture files that were made for its answer."""
     refused: str | None = None
     reason: str | None = None
     trace: Any = None
@@ -55,6 +59,18 @@ def refused(code: str, message: str) -> None:
         notes.refused, notes.reason = code, message
 
 
+def about(job: str) -> None:
+    """Note a job that the request at hand made, or asked for once more."""
+    if (notes := NOTES.get()) is not None and job not in notes.jobs:
+        notes.jobs.append(job)
+
+
+def sent(content: bytes) -> None:
+    """Note a picture's file that was made for the answer to the request at hand."""
+    if (notes := NOTES.get()) is not None:
+        notes.hashes.append(hashlib.sha256(content).hexdigest())
+
+
 def event(message: str, level: int = logging.INFO, **fields: Any) -> None:
     """One line; fields that are None are left out."""
     if LOG.isEnabledFor(level):
@@ -68,10 +84,11 @@ class TextFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Of `logging.Formatter`."""
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
+        """The line without its traceback. A message may quote a client: it begins no line of its own."""
+        record.message = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in record.message)
         fields: dict[str, Any] = getattr(record, "fields", {})
-        line = super().format(record)
+        line = super().formatMessage(record)
         return " ".join([line, *(f"{name}={_plain(value)}" for name, value in fields.items())])
 
 

@@ -10,7 +10,13 @@ import torch
 
 from darkroom import models
 from darkroom.errors import InputError
-from darkroom.serve.engine.fixed_shapes import FixedRows, FixedShapes, parts_of, steady
+from darkroom.serve.engine.fixed_shapes import (
+    FixedDecode,
+    FixedRows,
+    FixedShapes,
+    parts_of,
+    steady,
+)
 from darkroom.serve.engine.tickets import EngineJob
 from serve.conftest import SMALL, difference
 from serve.engine.test_engine import Running, mixed_request
@@ -166,6 +172,65 @@ def test_steady_layers_do_the_same_for_few_rows_as_for_many():
     assert torch.equal(linear(lines[:2]), linear(lines)[:2])
     assert torch.equal(linear(lines[:2, None]), linear(lines)[:2, None])
     assert torch.equal(conv(pictures[:8]), conv(pictures)[:8])
+
+
+class Kernels(torch.nn.Module):
+    """A decoder that sums otherwise with some numbers of pictures; it notes how many each call had."""
+
+    def __init__(self, apart: tuple[int, ...]) -> None:
+        super().__init__()
+        self.apart, self.calls = apart, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(len(x))
+        return x + (1e-6 if len(x) in self.apart else 0)
+
+
+@pytest.mark.parametrize(
+    ("apart", "count", "side", "calls"),
+    [
+        ((), 5, 8, [5]),
+        ((1,), 1, 8, [2]),  # filled up: alone it would differ
+        ((1, 3, 5, 7), 7, 8, [6, 2]),
+        ((), 3, 32, [1, 1, 1]),
+    ],
+)
+def test_small_pictures_are_decoded_in_numbers_with_the_same_bits(apart, count, side, calls):
+    kernels = Kernels(apart)
+    decode = FixedDecode(lambda x: list(kernels(x)), kernels)
+    x = torch.randn(count, 4, side, side, generator=torch.Generator().manual_seed(0))
+    decode(x)
+    kernels.calls.clear()
+    images = decode(x)
+    assert kernels.calls == calls
+    assert len(images) == count
+    assert all(torch.equal(image, one) for image, one in zip(images, x, strict=True))
+
+
+def test_without_a_decoder_to_compare_pictures_are_decoded_alone():
+    calls = []
+    FixedDecode(lambda x: [calls.append(len(x))], None)(torch.zeros(3, 4, 8, 8))
+    other = Kernels(())
+    FixedDecode(lambda x: [calls.append(len(x))] * len(x), other)(torch.zeros(1, 4, 64, 64))
+    assert (calls, other.calls) == ([1, 1, 1, 1], [])
+
+
+@pytest.mark.parametrize(("apart", "expected"), [(False, [16]), (True, [8, 8])])
+def test_a_layer_is_called_plainly_where_that_gives_the_same_bits(monkeypatch, apart, expected):
+    """Convolutions of 16 pictures had been taken in parts even where the whole gives the same bits."""
+    sizes, plain = [], torch.nn.Conv2d._conv_forward
+
+    def watched(layer, x, weight, bias):
+        sizes.append(len(x))
+        return plain(layer, x, weight, bias) + (1e-6 if apart and len(x) > 12 else 0)
+
+    monkeypatch.setattr(torch.nn.Conv2d, "_conv_forward", watched)
+    layer = torch.nn.Conv2d(4, 4, 3)
+    steady(layer)
+    layer(torch.randn(16, 4, 8, 8))
+    sizes.clear()
+    assert layer(torch.randn(16, 4, 8, 8)).shape == (16, 4, 6, 6)
+    assert sizes == expected
 
 
 def test_large_pictures_have_calls_of_one_row():

@@ -43,6 +43,22 @@ def test_a_job_is_accepted_once(store):
     assert store.find("another", "x").result() is None
 
 
+def test_a_job_that_another_server_accepted_first_counts_once_in_the_days_quota(store, monkeypatch):
+    """Both had looked before either had written: the second's pictures were counted as well."""
+    one = record(store, "x", num=3)
+    store.accept(one, 5).result()
+    sees, looks = store._find, []
+
+    def looked_too_early(*given):
+        looks.append(given)
+        return None if len(looks) == 1 else sees(*given)
+
+    monkeypatch.setattr(store, "_find", looked_too_early)
+    again = store.accept(record(store, "x", uid="f" * 32, num=2), 5).result()
+    assert (again.uid, len(looks)) == (one.uid, 2)
+    assert store.usage(one.key).result() == 3
+
+
 def test_servers_of_two_names_have_jobs_of_their_own(store, url):
     """The second had been given the first's job, whose pictures it does not have."""
     other = JobStore(url, f"{store.server}-2")

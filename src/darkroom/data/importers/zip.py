@@ -150,7 +150,7 @@ class ZipReader:
         raw, extra = buffer[at + ENTRY.size : name_end], buffer[name_end:extra_end]
         size, packed, offset = _wide(extra, size, packed, fields[16])
         offset += self._shift
-        if not 0 <= offset < 2**64:
+        if not 0 <= offset < 2**63:  # a file ends there
             raise ValueError("its list of contents is torn")
         name = _name(raw, bool(flags & UTF8)).replace("\\", "/")
         member = Member(name, method, bool(flags & ENCRYPTED), crc, packed, size, offset)

@@ -101,7 +101,7 @@ def _check_header(path: Path, header: Mapping[str, Any]) -> None:
         raise ModelError(f"'{path.name}' has {len(names):,} tensors", allowed=f"at most {MAX_TENSORS:,}")
     for name in names:
         entry = header[name]
-        dtype = entry.get("dtype") if isinstance(entry, dict) else None
+        dtype = str(entry.get("dtype")) if isinstance(entry, dict) else None
         if len(name) > MAX_NAME:
             raise ModelError(f"'{path.name}': a tensor's name of {len(name):,} characters")
         # Alphas are whole numbers in some files.
@@ -109,7 +109,7 @@ def _check_header(path: Path, header: Mapping[str, Any]) -> None:
             dtype in ("BOOL", "I64", "I32", "I16", "I8", "U8") and name.endswith((".alpha", ".on_input"))
         ):
             raise ModelError(
-                f"'{path.name}': '{shown(name)}' holds {dtype}", allowed=", ".join(sorted(FLOATS))
+                f"'{path.name}': '{shown(name)}' holds {shown(str(dtype))}", allowed=", ".join(sorted(FLOATS))
             )
 
 

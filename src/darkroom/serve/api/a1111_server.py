@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from darkroom.errors import DarkroomError
 from darkroom.hardware import accelerator
 from darkroom.models.upscaler import Upscaler, Upscalers
-from darkroom.serve.api.shared import caller, decoded, encoded
+from darkroom.sample.provenance import Provenance
+from darkroom.serve.api.shared import caller, decoded, encoded, sent
 from darkroom.serve.engine.tickets import png_of
 from darkroom.serve.errors import Refused, say
 from darkroom.serve.jobs.admission import checked_picture
@@ -58,12 +59,18 @@ class Upscale(BaseModel):
             message = f"upscaler_1: None, Lanczos or Nearest; {say(error)}"
             raise Refused(422, "invalid_value", message, param="upscaler_1") from error
 
-    def of(self, content: bytes, limits: Limits, networks: Upscalers) -> bytes:
-        """An upscaled picture, as PNG. Takes a while."""
+    def of(
+        self, content: bytes, limits: Limits, networks: Upscalers, provenance: Provenance | None = None
+    ) -> bytes:
+        """An upscaled picture, as PNG, with the mark and the credentials of the one given. Takes a while."""
         how = self.upscaler(networks)
         image = checked_picture(content, limits, "image")
-        if how is None:
-            return png_of(image)
+        network = how.name if isinstance(how, Upscaler) else None
+        if how is not None:
+            image = self._larger(image, how, limits)
+        return png_of(image) if provenance is None else provenance.upscaled(image, content, network)
+
+    def _larger(self, image: Image.Image, how: Image.Resampling | Upscaler, limits: Limits) -> Image.Image:
         image = image.convert("RGBA" if image.has_transparency_data else "RGB")
         size = self._size(image)
         wanted = (self.upscaling_resize_w, self.upscaling_resize_h) if self.resize_mode else size
@@ -77,7 +84,7 @@ class Upscale(BaseModel):
         if self.resize_mode and self.upscaling_crop and size != wanted:
             left, top = ((mine - theirs) // 2 for mine, theirs in zip(size, wanted, strict=True))
             image = image.crop((left, top, left + wanted[0], top + wanted[1]))
-        return png_of(image)
+        return image
 
     def _size(self, image: Image.Image) -> tuple[int, int]:
         factor = self.upscaling_resize
@@ -170,13 +177,16 @@ async def _upscaled(
 ) -> list[str]:
     """Pictures upscaled, in base64; they count among the key's of the day, unless nothing is done to them."""
 
-    def made() -> list[str]:
+    def made() -> list[bytes]:
         """Each of them in turn."""
-        return [encoded(body.of(decoded(one, param), core.limits, core.upscalers)) for one in given]
+        contents = [decoded(one, param) for one in given]
+        return [body.of(one, core.limits, core.upscalers, core.provenance) for one in contents]
 
     if UPSCALERS.get(body.upscaler_1.lower(), body) is None:
-        return await core.bench.do(caller(request), made, len(given))
-    return await core.upscaled(caller(request), made, len(given))
+        pngs = await core.bench.do(caller(request), made, len(given))
+    else:
+        pngs = await core.upscaled(caller(request), made, len(given))
+    return [encoded(sent(png)) for png in pngs]
 
 
 async def _nothing() -> dict[str, Any]:

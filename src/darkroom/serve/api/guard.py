@@ -151,6 +151,7 @@ class Guard:
             "seconds": round(seconds, 6),
             "bytes": sent.bytes,
             "jobs": notes.jobs or None,
+            "sha256": notes.hashes or None,
             "refused": notes.refused,
             "why": notes.reason,
         }

@@ -19,6 +19,7 @@ from darkroom.serve.api.shared import (
     json_body,
     pngs_of,
     route_in,
+    sent,
     with_controls,
 )
 from darkroom.serve.jobs.core import Core
@@ -153,7 +154,7 @@ def huggingface_router(core: Core) -> APIRouter:
         [png] = await pngs_of(core, jobs)
         headers = {"x-seed": str(jobs[0].request.seed), "Cache-Control": "no-store"}
         content = await asyncio.to_thread(converted, png, kind, provenance=core.provenance)
-        return Response(content, media_type=MEDIA_TYPES[kind], headers=headers)
+        return Response(sent(content), media_type=MEDIA_TYPES[kind], headers=headers)
 
     @router.post("/", response_class=Response, responses=PICTURE, openapi_extra=body_of(TextToImage))  # type: ignore[arg-type]
     async def text_to_image(request: Request) -> Response:

@@ -24,6 +24,7 @@ from darkroom.serve.api.shared import (
     encoded,
     pngs_of,
     route_in,
+    sent,
     with_controls,
 )
 from darkroom.serve.errors import Refused
@@ -189,7 +190,7 @@ async def _inferred(
     pngs = await pngs_of(core, jobs)
     marks = core.provenance
     pictures = await asyncio.to_thread(
-        lambda: [encoded(converted(png, kind, provenance=marks)) for png in pngs]
+        lambda: [encoded(sent(converted(png, kind, provenance=marks))) for png in pngs]
     )
     output = {
         "name": "image",

@@ -25,6 +25,7 @@ from darkroom.serve.api.shared import (
     encoded,
     repeatable_ids,
     route_in,
+    sent,
     sign,
     sse,
     with_controls,
@@ -320,4 +321,4 @@ def _usage(job: Job) -> dict[str, Any]:
 def _encoded(png: bytes, wanted: ImagesRequest, provenance: Provenance | None = None) -> str:
     """A picture in the format asked for, as base64."""
     quality = 90 if wanted.output_compression is None else wanted.output_compression
-    return encoded(converted(png, (wanted.output_format or "png").upper(), quality, provenance))
+    return encoded(sent(converted(png, (wanted.output_format or "png").upper(), quality, provenance)))

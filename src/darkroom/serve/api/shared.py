@@ -272,6 +272,12 @@ def converted(png: bytes, kind: str, quality: int = 92, provenance: Provenance |
     return content if provenance is None else provenance.converted(content, kind, png)
 
 
+def sent(content: bytes) -> bytes:
+    """A picture's file that the request at hand is answered with: its line in the log has the hash."""
+    logs.sent(content)
+    return content
+
+
 def encoded(content: bytes) -> str:
     """Bytes as base64."""
     return base64.b64encode(content).decode()

@@ -26,6 +26,7 @@ from darkroom.serve.api.shared import (
     encoded,
     pngs_of,
     route_in,
+    sent,
     with_controls,
 )
 from darkroom.serve.errors import Refused
@@ -135,6 +136,8 @@ def vertex_router(core: Core) -> APIRouter:
         uploads = await with_controls(body.parameters.controls)
         jobs = await all_made(core, request, body.requests(), uploads=uploads)
         jpegs = await asyncio.to_thread(small_enough, await pngs_of(core, jobs), provenance=core.provenance)
+        for jpeg in jpegs:
+            sent(jpeg)
         pictures = [encoded(jpeg) for jpeg in jpegs]
         return {"predictions": _predictions(body, jobs, pictures)}
 

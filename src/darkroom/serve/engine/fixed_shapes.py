@@ -7,8 +7,9 @@ numbers are used too where they were seen to give the very same bits: which thes
 batch is, and never what a picture looks like. A call is filled up with its first row.
 
 On a CPU two things make numbers differ that would not have to: the few rows of the timestep's embedding are
-multiplied by other kernels than many, and so are convolutions of 16 pictures and more. `steady` has both done
-in the same way for all.
+multiplied by other kernels than many, and with some processors and shapes so are convolutions of many
+pictures. `steady` has both done in the same way for all, where a comparison at first sight of a shape finds
+that it matters.
 """
 
 from __future__ import annotations
@@ -18,36 +19,61 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from darkroom.errors import InputError
 from darkroom.models.adapters.bank import SLOTS, WEIGHTS
+from darkroom.sample.backends.backend import Decode
 from darkroom.sample.denoise import Unet
 
 LOG = logging.getLogger("darkroom.serve")
 LEAVE_OUT = "leave --deterministic out, or those of --optimise"
-TRIED = (16, 4, 12, 2, 32, 6, 24, 20, 10, 14, 28, 3, 5, 18, 22, 26, 30, 1)
+EVEN = (16, 4, 12, 2, 32, 6, 24, 20, 10, 14, 28, 18, 22, 26, 30, 8)
+TRIED = (*EVEN, 3, 5, 31, 7, 9, 29, 11, 13, 27, 15, 17, 25, 19, 21, 23, 1)
 """Numbers of rows that are compared with the defining one, the most useful first."""
 TRYING_S = 2.0
 """Of this thread: once trying has taken so long, no further number is tried, and what was not is not used."""
 CALL_ROWS = 2.5
 """What a call costs besides its rows, in rows, where rows are small (a model of 64 px on a CPU)."""
-LEAST_LINES, MOST_PICTURES = 8, 12
+LEAST_LINES, LEAST_PICTURES, MOST_PICTURES = 16, 2, 12
 """Of a linear layer's input and of a convolution's: fewer are filled up, more are taken in parts."""
+DECODED, DECODED_PIXELS = 8, 16 * 16
+"""Pictures decoded together at most, and the most latent pixels of one: larger ones gain nothing."""
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Seen:
+    """For which shapes the plain call of a layer was seen to give the bits of the steady one."""
+
+    def __init__(self) -> None:
+        self._plain: dict[Hashable, bool] = {}
+
+    def call(self, plain: Call, steady: Call, input: torch.Tensor) -> torch.Tensor:
+        """The quicker of the two that gives the steady one's bits; kernels are chosen by threads as well."""
+        key = input.shape, input.dtype, input.stride(), torch.get_num_threads()
+        if (found := self._plain.get(key)) is None:
+            noise = torch.randn(input.shape, generator=torch.Generator().manual_seed(0))
+            tried = torch.empty_like(input).copy_(noise)
+            found = self._plain[key] = torch.equal(plain(tried), steady(tried))
+        return plain(input) if found else steady(input)
 
 
 class _SteadyLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Of `nn.Linear`."""
-        lines = math.prod(input.shape[:-1])
-        if lines >= LEAST_LINES:
+        if math.prod(input.shape[:-1]) >= LEAST_LINES:
             return super().forward(input)
+        return _seen_of(self).call(super().forward, self._filled, input)
+
+    def _filled(self, input: torch.Tensor) -> torch.Tensor:
+        lines = math.prod(input.shape[:-1])
         filled = nn.functional.pad(input.reshape(lines, -1), (0, 0, 0, LEAST_LINES - lines))
         return super().forward(filled)[:lines].reshape(*input.shape[:-1], -1)
 
@@ -56,14 +82,25 @@ class _SteadyConv2d(nn.Conv2d):
     def _conv_forward(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        if len(input) <= MOST_PICTURES:
-            whole: torch.Tensor = super()._conv_forward(input, weight, bias)
-            return whole
-        parts = [
-            super(_SteadyConv2d, self)._conv_forward(x, weight, bias)
-            for x in input.chunk(-(-len(input) // MOST_PICTURES))
-        ]
-        return torch.cat(parts)
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = super(_SteadyConv2d, self)._conv_forward(x, weight, bias)
+            return made
+
+        def in_parts(x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([whole(part) for part in x.chunk(-(-len(x) // MOST_PICTURES))])
+
+        def filled(x: torch.Tensor) -> torch.Tensor:
+            return whole(torch.cat([x] * LEAST_PICTURES))[: len(x)]
+
+        if LEAST_PICTURES <= len(input) <= MOST_PICTURES:
+            return whole(input)
+        steady = filled if len(input) < LEAST_PICTURES else in_parts
+        return _seen_of(self).call(whole, steady, input)
+
+
+def _seen_of(layer: nn.Module) -> _Seen:
+    seen: _Seen = layer.__dict__.setdefault("_darkroom_seen", _Seen())
+    return seen
 
 
 _STEADY: dict[type, type] = {nn.Linear: _SteadyLinear, nn.Conv2d: _SteadyConv2d}
@@ -194,7 +231,7 @@ class FixedShapes:
         With adapters it is the defining one alone: what is tried holds for the weights it was tried with.
         """
         shapes = tuple((name, value.shape[1:]) for name, value in sorted(added.items()))
-        key = x_BCHW.shape[1:], text_BLD.shape[1:], shapes
+        key = x_BCHW.shape[1:], text_BLD.shape[1:], shapes, torch.get_num_threads()
         if (found := self._allowed.get(key)) is None:
             rows = self._rows.of(x_BCHW.shape[-2] * x_BCHW.shape[-1])
             tries = self._rows.tries and rows > 1 and SLOTS not in added
@@ -238,3 +275,54 @@ class FixedShapes:
             rows,
         )
         return frozenset(same)
+
+
+class FixedDecode:
+    """Pictures decoded so that each has the same bits in any company: larger ones alone, small ones in pairs
+    or in other numbers that were seen to give the very same bits.
+
+    `decoder` is the module whose output is compared; without one all are decoded alone.
+    """
+
+    def __init__(self, decode: Decode, decoder: nn.Module | None) -> None:
+        self._decode, self._decoder = decode, decoder
+        self._allowed: dict[Hashable, frozenset[int]] = {}
+
+    def __call__(self, latents_BCHW: torch.Tensor) -> list[Image.Image]:
+        """As the backend's."""
+        images: list[Image.Image] = []
+        allowed = self._allowed_for(latents_BCHW)
+        while left := len(latents_BCHW) - len(images):
+            part = max((one for one in allowed if one <= left), default=min(allowed))
+            some = latents_BCHW[len(images) : len(images) + part]
+            if len(some) < part:
+                some = torch.cat([some, some[:1].expand(part - len(some), -1, -1, -1)])
+            images += self._decode(some)[: min(part, left)]
+        return images
+
+    def _allowed_for(self, latents_BCHW: torch.Tensor) -> frozenset[int]:
+        """In how many at once; tried when the first picture of a size comes."""
+        if self._decoder is None or latents_BCHW[0, 0].numel() > DECODED_PIXELS:
+            return frozenset({1})
+        key = latents_BCHW.shape[1:], latents_BCHW.dtype, torch.get_num_threads()
+        if (found := self._allowed.get(key)) is None:
+            found = self._allowed[key] = self._tried(latents_BCHW, self._decoder)
+        return found
+
+    def _tried(self, like_BCHW: torch.Tensor, decoder: nn.Module) -> frozenset[int]:
+        noise = torch.randn(DECODED, *like_BCHW.shape[1:], generator=torch.Generator().manual_seed(0))
+        x_BCHW, seen = noise.to(like_BCHW), list[torch.Tensor]()
+
+        def numbers(count: int) -> torch.Tensor:
+            seen.clear()
+            for some in x_BCHW.split(count) if count == 2 else [x_BCHW[:count]]:
+                self._decode(some)
+            return torch.cat(seen) if seen else torch.empty(0)
+
+        hook = decoder.register_forward_hook(lambda _, __, out: seen.append(out))
+        try:
+            pairs = numbers(2)
+            others = (count for count in range(1, DECODED + 1) if torch.equal(numbers(count), pairs[:count]))
+            return frozenset({2, *others}) if len(pairs) else frozenset({1})
+        finally:
+            hook.remove()

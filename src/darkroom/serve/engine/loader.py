@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -154,12 +155,29 @@ def _opened(
     engine.studio.upscalers = models.Upscalers(settings.upscalers, backend.device)
     engine.studio.get_ready()
     if settings.deterministic:
-        sample.advance(engine.unet, [first_job(model, backend, guidance=2.0).row(0)])  # finds its shapes
+        row = first_job(model, backend, guidance=2.0).row(0)
+        _in_a_lane(engine, lambda: sample.advance(engine.unet, [row]))  # finds its shapes
     _warm_sizes(settings, model, backend, engine)
     LOG.info("capacity: %d rows of %d px a step", capacity, model.sample_size)
     if lanes > 1:
         LOG.info("lanes: %d sizes at once, %d threads each", lanes, _threads_each(lanes))
     return LoadedModel(model, engine, library, nets, embeddings)
+
+
+def _in_a_lane(engine: Engine, call: Callable[[], object]) -> None:
+    """Where steps are taken: on a CPU a lane's threads choose the kernels."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    engine.steps.put(run)
+    done.result()
 
 
 def _offloads(backend: Backend) -> bool:
@@ -200,8 +218,9 @@ def fixed_rows(model: Model, backend: Backend, row_bytes: int | None) -> FixedRo
     if backend.device.type != "cpu":
         return FixedRows(FIXED_ROWS)
     small = row_bytes is not None and row_bytes <= SMALL_ROW_BYTES
-    if small and backend.name == "torch" and model.unet is not None:
-        steady(model.unet)
+    if small and backend.name == "torch":
+        for part in filter(None, (model.unet, model.vae)):
+            steady(part)
     pixels = FIXED_SMALL_PIXELS if small else FIXED_PIXELS
     return FixedRows(FIXED_ROWS, pixels, tries=backend.name == "torch")
 

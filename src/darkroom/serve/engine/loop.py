@@ -28,7 +28,7 @@ from darkroom.sample.denoise import Unet, tensors_in
 from darkroom.serve.engine.batch import Bucket, Stepped, bucket_of, padded
 from darkroom.serve.engine.executors import Aside, Between, Steps
 from darkroom.serve.engine.fairness import Admits, Entry, FairQueue, PendingPicture, admitted_after
-from darkroom.serve.engine.fixed_shapes import FixedRows, FixedShapes
+from darkroom.serve.engine.fixed_shapes import FixedDecode, FixedRows, FixedShapes
 from darkroom.serve.engine.runner import Studio
 from darkroom.serve.engine.tickets import GLANCE, EngineJob, Preview, Shape, Ticket, png_of
 from darkroom.serve.metrics import Metrics
@@ -86,7 +86,10 @@ class Engine:
         self.metrics, self.on_tick, self.on_stop = metrics, on_tick, on_stop
         self.library, self.nets = library, nets
         self.own_pixels = model.sample_size**2
-        self.studio = Studio(model, backend, one_by_one=fixed_rows is not None)
+        decode = backend.decode
+        if fixed_rows is not None:
+            decode = FixedDecode(decode, model.vae.decoder if fixed_rows.tries and model.vae else None)
+        self.studio = Studio(model, backend, one_by_one=fixed_rows is not None, decode=decode)
         self.unet: Unet = padded(backend.unet, pad_to) if pad_to else backend.unet
         if fixed_rows is not None:
             most = 0 if library is None else library.bank.most_a_row

@@ -18,7 +18,7 @@ from darkroom.errors import Stopped
 from darkroom.models.upscaler import Upscaler, Upscalers
 from darkroom.picture_settings import DEFAULT_STEPS, PLAIN_UPSCALERS
 from darkroom.sample.adapters import read_tags
-from darkroom.sample.backends.backend import Backend
+from darkroom.sample.backends.backend import Backend, Decode
 from darkroom.sample.denoise import Condition
 from darkroom.sample.generate import checked_size, second_pass, table_for
 from darkroom.sample.pictures import while_wanted
@@ -114,10 +114,13 @@ class _CachedPromptGeneration(sample.Generation):
 class Studio:
     """Prepares works and finishes their pictures; used on the aside's thread, but for `start`."""
 
-    def __init__(self, model: Model, backend: Backend, *, one_by_one: bool = False) -> None:
+    def __init__(
+        self, model: Model, backend: Backend, *, one_by_one: bool = False, decode: Decode | None = None
+    ) -> None:
         self.model, self.backend = model, backend
         self._one_by_one = one_by_one
-        """Texts are read and pictures decoded alone: what shares a call may differ in the last bits."""
+        """Texts are read alone: what shares a call may differ in the last bits."""
+        self._decode = decode or backend.decode
         self._texts = Texts(model)
         self._glance: Glance | None = None
         self.upscalers = Upscalers(None, backend.device)
@@ -205,7 +208,7 @@ class Studio:
     def finish(self, tickets: Sequence[Ticket]) -> Failures:
         """Decode finished rows, those of one size together; a failure is traced by decoding each alone."""
         failed: Failures = []
-        for some in [[one] for one in tickets] if self._one_by_one else _by_size(tickets):
+        for some in _by_size(tickets):
             try:
                 self._finish(some)
             except Stopped:
@@ -217,7 +220,7 @@ class Studio:
     def _finish(self, tickets: Sequence[Ticket]) -> None:
         latents_BCHW = torch.stack([ticket.row.latents_CHW for ticket in tickets if ticket.row is not None])
         with while_wanted(self._wanted([ticket.work for ticket in tickets])):
-            images = self.backend.decode(latents_BCHW)
+            images = self._decode(latents_BCHW)
         latents_BCHW = latents_BCHW.cpu()
         for i, (ticket, image) in enumerate(zip(tickets, images, strict=True)):
             job = ticket.work.prepared

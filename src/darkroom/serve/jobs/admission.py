@@ -583,6 +583,11 @@ def over_quota(error: OverQuota, key: str) -> Refused:
 
 UNMEASURED_S = 5.0
 """When to come again, before the first step has been measured."""
+HELD = 4
+"""Of the queue, one part in so many is held for those whose `Retry-After` is over: newcomers would have taken
+each place that frees up before them."""
+EARLY_S, LATE_S = 0.5, 5.0
+"""How long before and after the time that they were given."""
 
 
 class Reservation(NamedTuple):
@@ -592,6 +597,12 @@ class Reservation(NamedTuple):
     key: str
     num: int
     cost: float
+    digest: str | None = None
+    """Of the request that was refused: the same one is let in."""
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether its time has come."""
+        return self.until_s - EARLY_S <= now_s <= self.until_s + LATE_S
 
 
 class Intake:
@@ -608,8 +619,20 @@ class Intake:
         """429 where the key comes too often."""
         self._rates.take(key, num=jobs)
 
-    def check_room(self, pool: ModelPool, key: str, num: int, backlog: Backlog | None = None) -> None:
-        """429 where the queue is full, with what waits for any server."""
+    def check_room(
+        self,
+        pool: ModelPool,
+        key: str,
+        num: int,
+        backlog: Backlog | None = None,
+        digest: str | None = None,
+        *,
+        let_in: bool = False,
+    ) -> None:
+        """429 where the queue is full, with what waits for any server.
+
+        `digest` tells the request again that was refused before; `let_in`: it was checked with others.
+        """
         others: Counter[str] = Counter() if backlog is None else backlog.pictures
         waiting = pool.waiting() + self._reserved.total() + others.total()
         mine = pool.waiting(key) + self._reserved[key] + others[key]
@@ -617,9 +640,11 @@ class Intake:
             (waiting, self._limits.queue, None),
             (mine, self._queue_of(key), key),
         ):
+            if not let_in and not self._is_due(key, digest):
+                most -= min(most // HELD, sum(one.num for one in self._due(whose)))
             if there + num > most:
                 after_s = self._places_free_s(pool, there + num - most, whose)
-                self._promise(Reservation(time.monotonic() + after_s, key, num, 0.0))
+                self._promise(Reservation(time.monotonic() + after_s, key, num, 0.0, digest))
                 message = f"{there} pictures wait already{owner(key) if whose else ''}"
                 raise Refused(429, "queue_full", message, retry_after_s=after_s)
 
@@ -642,7 +667,13 @@ class Intake:
             raise Refused(429, "queue_full", message, retry_after_s=pool.seconds_for(cost) or UNMEASURED_S)
 
     def check_work(
-        self, pool: ModelPool, key: str, num: int, cost: float, backlog: Backlog | None = None
+        self,
+        pool: ModelPool,
+        key: str,
+        num: int,
+        cost: float,
+        backlog: Backlog | None = None,
+        digest: str | None = None,
     ) -> None:
         """429 where the work that waits would take too long with this job's `cost` on top; alone it may.
 
@@ -655,11 +686,13 @@ class Intake:
                 others = sum(backlog.work.values()) if whose is None else backlog.work.get(whose, 0.0)
                 waiting += others / backlog.servers
             waiting_s, own_s = pool.seconds_for(waiting), pool.seconds_for(cost)
+            if self._due(whose) and not self._is_due(key, digest):
+                most_s *= 1 - 1 / HELD
             if not waiting or waiting_s is None or own_s is None or waiting_s + own_s <= most_s:
                 continue
             too_much = waiting * (1 - max(0.0, most_s - own_s) / waiting_s)
             after_s = self._work_gone_s(pool, too_much, whose)
-            self._promise(Reservation(time.monotonic() + after_s, key, num, cost))
+            self._promise(Reservation(time.monotonic() + after_s, key, num, cost, digest))
             whole = f"work of {format_number(waiting_s)} s waits already{owner(key) if whose else ''}"
             message = f"{whole}, and this is {format_number(own_s)} s; "
             message += f"at most {format_number(most_s, 4)} s may wait"
@@ -671,13 +704,29 @@ class Intake:
 
     def _promise(self, line: Reservation) -> None:
         """Of each key no more than may wait: who asks in vain again and again delays nobody else."""
+        self.kept(line.key, line.digest)  # it came, though in vain
         if sum(one.num for one in self._promised(line.key)) + line.num <= self._queue_of(line.key):
             self._line.append(line)
 
+    def kept(self, key: str, digest: str | None) -> None:
+        """A request that was refused before has come again: its place is no longer held."""
+        now_s = time.monotonic()
+        for one in self._line:
+            if one.is_due(now_s) and (one.key, one.digest) == (key, digest):
+                self._line.remove(one)
+                return
+
     def _promised(self, key: str | None) -> list[Reservation]:
         now_s = time.monotonic()
-        self._line = [one for one in self._line if one.until_s > now_s]
-        return [one for one in self._line if key is None or one.key == key]
+        self._line = [one for one in self._line if one.until_s + LATE_S > now_s]
+        return [one for one in self._line if one.until_s > now_s and key in (None, one.key)]
+
+    def _due(self, key: str | None) -> list[Reservation]:
+        now_s = time.monotonic()
+        return [one for one in self._line if one.is_due(now_s) and key in (None, one.key)]
+
+    def _is_due(self, key: str, digest: str | None) -> bool:
+        return digest is not None and any(one.digest == digest for one in self._due(key))
 
     def _places_free_s(self, pool: ModelPool, num: int, key: str | None) -> float:
         """When so many pictures, of a key or of all, will have left the queue, and those promised before."""

@@ -278,8 +278,10 @@ class Core:
             raise Refused(422, "over_limit", f"at most {most} pictures in one request, not {num}")
         if per_day is not None and (used := await self.used_today(key)) + num > per_day:
             raise admission.over_quota(OverQuota(per_day, used), key)
-        self._intake.check_room(self.pool, key, num, self._backlog())
+        digest = admission.digest_of(wanted[0], None, wanted)
+        self._intake.check_room(self.pool, key, num, self._backlog(), digest)
         self._intake.check_rate(key, len(new))
+        self._intake.kept(key, digest)
 
     def _backlog(self) -> Backlog | None:
         """What waits for any server."""
@@ -306,15 +308,17 @@ class Core:
         request = admission.with_tags_read(request)
         admission.check_limits(request, self.limits, key)
         self._check_adapters(request)
-        self._intake.check_room(self.pool, key, request.num, self._backlog())
+        backlog, let_in = self._backlog(), len(together) > 1
+        self._intake.check_room(self.pool, key, request.num, backlog, digest, let_in=let_in)
         self._intake.check_uploads(self.pool, self._lives, uploads)
-        if len(together) < 2:
+        if not let_in:
             self._intake.check_rate(key)
         uid = uuid.uuid4().hex
         with self._intake.reserved(key, request.num, uploads):
             shape = await self._shape(request, uploads)
             cost = shape.whole_cost * request.num
-            self._intake.check_work(self.pool, key, request.num, cost, self._backlog())
+            self._intake.check_work(self.pool, key, request.num, cost, self._backlog(), digest)
+            self._intake.kept(key, digest)
             seed = _seed() if request.seed is None else request.seed
             other = _seed() if request.variation_seed is None else request.variation_seed
             drawn = {"variation_seed": other} if request.variation_strength else {}
@@ -331,8 +335,7 @@ class Core:
                 return self._same(job_of_record(kept), digest, kept.digest)
             self.metrics.accepted.inc()
             self.metrics.key_jobs.labels(key).inc()
-            if (notes := logs.NOTES.get()) is not None:
-                notes.jobs.append(uid)
+            logs.about(uid)
             if takes:
                 live = self._enlist(kept, request, shape, uploads)
                 return job_of(live, self._place(live))
@@ -386,6 +389,7 @@ class Core:
         job, its = there if isinstance(there, tuple) else (there, other)
         if its != digest:
             raise Refused(409, "conflict", f"there is a job '{job.id}' with another body", param="job_id")
+        logs.about(job.uid)
         return job
 
     def _check_open(self) -> None:

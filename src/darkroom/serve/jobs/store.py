@@ -187,6 +187,7 @@ class JobStore:
             there = self._find(connection, record.key, record.id)
             if there is None:
                 raise
+            _use(connection, record.key, -record.num, record.created_s, None)
             return there
         return record
 
