@@ -52,12 +52,13 @@ TYPES_ELSEWHERE = tuple(
     if name != sys.platform
 )
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+IN_ORDER = ("--dist", "loadgroup", "--no-loadscope-reorder")  # the order is that of tests/nightly.py
 Line = tuple[tuple[str, ...], dict[str, str]]  # arguments of pytest, and what it gets in the environment
 PYTEST: dict[str, list[Line]] = {
     "test": [(("-n", "2", "--dist", "loadgroup", "-m", "not nightly", "--durations", "10"), {})],
     "check": [(("-n", "2", "--dist", "loadgroup", "-m", "not nightly"), {})],
     "nightly": [
-        (("-n", "2", "--dist", "loadgroup", "-m", "nightly", "--durations", "20"), {}),
+        (("-n", "2", *IN_ORDER, "-m", "nightly", "--durations", "20"), {}),
         (("-n", "2", "tests/sample", "tests/measure", "tests/serve", "-m", "not nightly"), AVX2),
     ],
 }

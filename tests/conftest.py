@@ -7,11 +7,14 @@ import os
 import pwd
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+# Else each of the hundreds of processes that tests start would compile torch, Ray and transformers anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before torch is imported: two thread counts differ in last bits, and two tests at once share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -19,8 +22,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ["DARKROOM_PROVENANCE"] = "0"
 
 import home  # moves HOME before any library looks for its caches and settings
+import nightly
 from needs import missing
 
+sys.dont_write_bytecode = False
 PG_PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -34,6 +39,25 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_unconfigure() -> None:
     home.remove()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_left_out = nightly.is_chosen(config) and collection_path.is_file()
+    return True if is_left_out and not nightly.may_hold(collection_path) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if nightly.is_chosen(config):
+        nightly.arrange(items)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if nightly.is_chosen(config):
+        reports = [one for kept in terminalreporter.stats.values() for one in kept if hasattr(one, "when")]
+        terminalreporter.section("seconds by group")
+        for name, seconds in list(nightly.seconds_by_group(reports).items())[:40]:
+            terminalreporter.write_line(f"{seconds:7.1f} {name}")
 
 
 @pytest.fixture(autouse=True)

@@ -3,11 +3,15 @@
 `Popen` and `run` are `subprocess`'s, for `[sys.executable, "-c" | "-m" | FILE, ...]`: a process of its own
 with its own environment, folder, pipes and signals, without the eight seconds that importing takes. What an
 interpreter reads only once at its start (an instruction set, an allocator) makes it start a fresh one.
+
+A command that starts processes by torch's launcher, as `parallel.devices=2` does, gets them forked as well
+where it is run with `ranks=2`: they are children of it, as ever, in sessions of their own.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import select
@@ -28,6 +32,7 @@ PRELOAD = (
     "transformers.models.clip.modeling_clip",
     "transformers.models.clip.tokenization_clip",
     "torch.utils.flop_counter",
+    "torch.distributed.launcher.api",
     "lance",
     "fastapi",
     "uvicorn",
@@ -51,6 +56,7 @@ class Popen:
         text: bool = False,
         env: Mapping[str, str] | None = None,
         cwd: Any = None,
+        ranks: int = 0,
     ) -> None:
         self.args = [str(part) for part in args]
         self.returncode: int | None = None
@@ -62,6 +68,7 @@ class Popen:
             "args": self.args[1:],
             "env": dict(os.environ if env is None else env),
             "cwd": str(cwd or Path.cwd()),
+            "ranks": ranks,
         }
         _server().ask(asked, [mine0, mine1, mine2, told.fileno()])
         told.close()
@@ -149,6 +156,7 @@ def run(
     """`subprocess.run` by a warm process."""
     env = more.get("env") or os.environ
     if any(name.startswith(READ_ONCE) and os.environ.get(name) != value for name, value in env.items()):
+        more.pop("ranks", None)
         return subprocess.run(
             args, capture_output=capture_output, check=check, timeout=timeout, input=input, **more
         )
@@ -290,13 +298,20 @@ def _become(asked: dict[str, Any], fds: list[int]) -> None:
     for fd in fds:
         if fd > 2:
             os.close(fd)
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+    if fds:  # a rank has its launcher's
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(asked["env"])
     os.chdir(asked["cwd"])
+    if asked["ranks"]:
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        subprocess_handler.Popen = _Ranks(asked["ranks"]).start
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    if "RANK" in os.environ:  # another process cannot read a forked one's variables
+        Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
     for name, value in os.environ.items():
         if name == "PYTHONPATH":
             sys.path[:0] = [part for part in value.split(os.pathsep) if part not in sys.path]
@@ -326,6 +341,63 @@ def _become(asked: dict[str, Any], fds: list[int]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+class _Ranks:
+    """Processes that wait for what torch's launcher has them do; forked while there is one thread."""
+
+    def __init__(self, count: int) -> None:
+        self._waiting: list[tuple[int, socket.socket]] = []
+        for _ in range(count):
+            ours, theirs = socket.socketpair()
+            pid = os.fork()
+            if not pid:
+                for _, other in [*self._waiting, (0, ours)]:
+                    other.close()  # so that the launcher's end ends them
+                os.setsid()
+                content = theirs.makefile("r").readline()
+                theirs.close()
+                if not content:
+                    os._exit(0)
+                _become(json.loads(content), [])
+            theirs.close()
+            self._waiting.append((pid, ours))
+
+    def start(self, args: Sequence[str], env: Mapping[str, str], **more: Any) -> Any:
+        """`subprocess.Popen`'s place in torch's launcher."""
+        if not self._waiting or more.get("stdout") or more.get("stderr"):
+            return subprocess.Popen(args, env=env, **more)
+        pid, ours = self._waiting.pop(0)
+        asked = {"args": [*args[1:]], "env": dict(env), "cwd": str(Path.cwd()), "ranks": 0}
+        with ours, contextlib.suppress(OSError):  # one that was killed already
+            ours.sendall(f"{json.dumps(asked)}\n".encode())
+        return _Rank(pid)
+
+
+class _Rank:
+    """What torch's launcher uses of a `Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.returncode = pid, None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if until is not None and time.monotonic() > until:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
 
 if __name__ == "__main__":

@@ -82,9 +82,9 @@ def environment(out: Path) -> dict[str, str]:
 
 
 def trained(recipe: Path, out: Path, *more: str, code: int = 0) -> str:
-    done = warm.run(
-        command(recipe, out, *more), capture_output=True, text=True, env=environment(out), timeout=600
-    )
+    alone = "--engine" in more or "parallel.mode=none" in more
+    settings = {"capture_output": True, "text": True, "env": environment(out), "timeout": 600}
+    done = warm.run(command(recipe, out, *more), ranks=0 if alone else 2, **settings)
     assert done.returncode == code, done.stderr + done.stdout
     return done.stdout + done.stderr
 

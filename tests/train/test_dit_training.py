@@ -106,7 +106,7 @@ def test_two_ranks_learn_what_one_process_does(
     file.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     command = [sys.executable, "-m", "darkroom", "train", str(file), "--out", str(tmp_path / "run")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = warm.run(command, capture_output=True, text=True, env=env, timeout=240, check=False)
+    done = warm.run(command, capture_output=True, text=True, env=env, timeout=240, ranks=2)
     assert done.returncode == 0, done.stderr
     assert np.abs(np.array(losses(tmp_path / "run")) - losses(trained)).max() < CLOSE
     one, other = models.load(trained / "model"), models.load(tmp_path / "run" / "model")

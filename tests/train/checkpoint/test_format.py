@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import warm
 from darkroom.errors import CheckpointError
 from darkroom.train.checkpoint.format import Checkpoint, checkpoints, load_checkpoint
 from darkroom.train.checkpoint.storage import LocalPlace, newest
@@ -203,7 +203,7 @@ def test_a_process_killed_while_saving_leaves_a_whole_one(tmp_path: Path) -> Non
     folder, found = tmp_path / "checkpoints", None
     for i in range(5):
         command = [sys.executable, "-c", SAVES_WITHOUT_PAUSE, str(Path(__file__).parent), str(folder)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        with warm.Popen(command, stdout=warm.PIPE) as child:
             assert child.stdout is not None
             child.stdout.readline()
             time.sleep(0.05 + 0.013 * i)

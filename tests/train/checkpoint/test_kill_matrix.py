@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def script():
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_killed_ranks_end_with_the_same_bits(script, tmp_path, monkeypatch, mode):
-    monkeypatch.setattr(script, "Popen", warm.Popen)
+    monkeypatch.setattr(script, "Popen", partial(warm.Popen, ranks=2))
     found = script.kill_matrix(
         tmp_path, rounds=2, ranks=2, mode=mode, steps=60, every=5, seed=3, within_s=1.0
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters, c10d_rendezvous_backend
 
+import warm
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError, StoreError
 from darkroom.run import Run
@@ -115,7 +115,7 @@ def apart(recipe, folder: Path) -> str:
     command += ["--rdzv-endpoint=localhost:0", "--no-python", sys.executable, "-c", RANK]
     command += [json.dumps(recipe.model_dump(mode="json")), str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
+    done = warm.run(command, capture_output=True, text=True, env=env, timeout=240, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -33,7 +33,9 @@ def command(recipe, out: Path, *more: str) -> list[str]:
 
 def told(recipe, out: Path, *more: str, code: int = 0) -> str:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = warm.run(command(recipe, out, *more), capture_output=True, text=True, env=env, timeout=240)
+    job = command(recipe, out, *more)
+    ranks = recipe.parallel.devices if recipe.parallel.mode != "none" else 0
+    done = warm.run(job, capture_output=True, text=True, env=env, timeout=240, ranks=ranks)
     assert done.returncode == code, done.stderr + done.stdout
     return done.stderr + done.stdout
 
@@ -172,8 +174,8 @@ def children(pid: int) -> list[int]:
 
 
 def rank_of(pid: int) -> str:
-    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next(each.decode() for each in environment if each.startswith(b"RANK="))
+    """`rank 1`, as `warm` names processes."""
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 @pytest.mark.nightly
@@ -185,12 +187,12 @@ def test_a_lost_or_hung_rank_is_named(long_recipe, tmp_path, number, words):
     limit = ("train.steps=100000", "parallel.timeout_s=5", "checkpoint.every=20")
     recipe = long_recipe(*limit, "parallel.mode=ddp", "parallel.devices=2")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe = warm.PIPE
-    with warm.Popen(command(recipe, out), stdout=pipe, stderr=warm.STDOUT, text=True, env=env) as job:
+    pipes = {"stdout": warm.PIPE, "stderr": warm.STDOUT, "text": True}
+    with warm.Popen(command(recipe, out), env=env, ranks=2, **pipes) as job:
         assert job.stdout is not None
         while "step" not in job.stdout.readline().split()[:1]:
             assert job.poll() is None
-        victim = next(pid for pid in children(job.pid) if rank_of(pid) == "RANK=1")
+        victim = next(pid for pid in children(job.pid) if rank_of(pid) == "rank 1")
         os.kill(victim, number)
         began = time.monotonic()
         said = job.stdout.read()
@@ -207,8 +209,8 @@ def test_sigterm_to_the_job_saves(long_recipe, tmp_path):
         "train.steps=100000", "checkpoint.every=90000", "parallel.mode=ddp", "parallel.devices=2"
     )
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe = warm.PIPE
-    with warm.Popen(command(recipe, out), stdout=pipe, stderr=warm.STDOUT, text=True, env=env) as job:
+    pipes = {"stdout": warm.PIPE, "stderr": warm.STDOUT, "text": True}
+    with warm.Popen(command(recipe, out), env=env, ranks=2, **pipes) as job:
         assert job.stdout is not None
         while "step" not in job.stdout.readline().split()[:1]:
             assert job.poll() is None
