@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from darkroom.bill import Bill, Meter, format_bytes, format_number, format_seconds, format_usd
 from darkroom.hardware import machine
+from darkroom.hardware.system import process_age_s
 
 
 def test_parts_are_timed_and_a_part_inside_is_taken_out_of_the_outer_one():
@@ -24,7 +25,7 @@ def test_parts_are_timed_and_a_part_inside_is_taken_out_of_the_outer_one():
     bill = meter.bill()
     assert 0.1 <= bill.parts["train"] < 0.3
     assert 0.1 <= bill.parts["sample"] < 0.3
-    assert sum(bill.parts.values()) <= bill.wall_s
+    assert sum(bill.parts.values()) == pytest.approx(bill.wall_s, rel=1e-6)
     with pytest.raises(InterruptedError), meter.part("train"):
         _sleep_and_fail()
     assert meter.bill().parts["train"] >= bill.parts["train"] + 0.05
@@ -36,6 +37,27 @@ def test_parts_are_timed_and_a_part_inside_is_taken_out_of_the_outer_one():
 def _sleep_and_fail():
     time.sleep(0.05)
     raise InterruptedError
+
+
+def test_what_no_part_was_open_for_is_other_and_all_parts_are_the_wall_time():
+    meter = Meter("cpu")
+    time.sleep(0.05)
+    with meter.part("train"):
+        time.sleep(0.02)
+    bill = meter.bill()
+    assert bill.parts["other"] >= 0.05
+    assert sum(bill.parts.values()) == pytest.approx(bill.wall_s, rel=1e-6)
+    assert bill.wall_s - bill.parts["train"] >= 0.05  # so without 'other' they are not
+
+
+def test_a_process_that_is_the_jobs_counts_from_its_start():
+    age_s = process_age_s()
+    whole, own = Meter("cpu", usd_per_hour=3.6, whole_process=True).bill(), Meter("cpu").bill()
+    assert age_s <= whole.parts["start"] <= whole.wall_s
+    assert whole.usd == pytest.approx(whole.wall_s * 0.001)
+    assert sum(whole.parts.values()) == pytest.approx(whole.wall_s, rel=1e-6)
+    assert "start" not in own.parts
+    assert own.wall_s < age_s
 
 
 def test_money_is_device_hours_times_the_price_and_dated():

@@ -17,9 +17,11 @@ from darkroom.hardware import machine
 from darkroom.hardware.cards import find_card
 from darkroom.hardware.energy import JOULES_PER_KWH, EnergyMeter
 from darkroom.hardware.machine import Machine
-from darkroom.hardware.memory import PeakMemory
+from darkroom.hardware.memory import PeakMemory, has_statistics
 from darkroom.hardware.prices import STALE_DAYS, Price, price
-from darkroom.hardware.system import atomic_replace
+from darkroom.hardware.system import atomic_replace, process_age_s
+
+OTHER = "other"  # what no part was open for
 
 
 class Bill(BaseModel):
@@ -27,7 +29,11 @@ class Bill(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    wall_s: float = Field(default=0.0, ge=0, description="wall-clock seconds, all sessions together")
+    wall_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="wall-clock seconds, all sessions together; of a command from its process's start",
+    )
     device_hours: float = Field(default=0.0, ge=0, description="wall hours times devices")
     device: str = Field(default="", description="what it ran on (in the last session)")
     num_devices: int = Field(default=1, ge=1, description="devices, a whole CPU counting as one")
@@ -42,9 +48,16 @@ class Bill(BaseModel):
     peak_memory_bytes: int = Field(
         default=0, ge=0, description="resident set of the process (CPU) or allocator's peak (CUDA)"
     )
+    host_memory_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="resident set of the process at its highest, on whatever device it computes",
+    )
     images: int = Field(default=0, ge=0, description="pictures trained on, encoded or generated")
     parts: dict[str, float] = Field(
-        default={}, description="seconds by kind: encode, train, sample, evaluate, wait"
+        default={},
+        description="seconds by phase; together the wall time: start (the process and its imports), load, "
+        "class pictures, latents, train, wait, evaluate, sample, checkpoint, other",
     )
     sessions: int = Field(default=0, ge=0, description="how often the job was started")
 
@@ -62,6 +75,7 @@ class Bill(BaseModel):
         newest.kwh = _sum(self.kwh, later.kwh)
         newest.kwh_source = _both(self.kwh_source, later.kwh_source)
         newest.peak_memory_bytes = max(self.peak_memory_bytes, later.peak_memory_bytes)
+        newest.host_memory_bytes = max(self.host_memory_bytes, later.host_memory_bytes)
         newest.images = self.images + later.images
         kinds = [*self.parts, *(kind for kind in later.parts if kind not in self.parts)]
         newest.parts = {kind: self.parts.get(kind, 0.0) + later.parts.get(kind, 0.0) for kind in kinds}
@@ -97,12 +111,17 @@ class Bill(BaseModel):
         if self.kwh is not None:
             estimated = "about " if "estimate" in (self.kwh_source or "") else ""
             parts.append(f"{estimated}{format_number(self.kwh)} kWh")
-        parts.append(f"peak {format_bytes(self.peak_memory_bytes)}")
+        parts.append(f"peak {format_bytes(self.peak_memory_bytes)}{self._on_host()}")
         if self.images:
             parts.append(f"{self.images:,} images")
         if self.sessions > 1:
             parts.append(f"{self.sessions} sessions")
         return ", ".join(parts)
+
+    def _on_host(self) -> str:
+        """What the process held besides, where its device has memory of its own."""
+        apart = self.host_memory_bytes and self.host_memory_bytes != self.peak_memory_bytes
+        return f" and {format_bytes(self.host_memory_bytes)} of the host" if apart else ""
 
     def price_note(self, today: date | None = None) -> str:
         """The price behind the dollars with its date, and a word when it is old; empty without a price."""
@@ -129,12 +148,18 @@ class Meter:
         *,
         num_devices: int = 1,
         usd_per_hour: float | None = None,
+        whole_process: bool = False,
     ) -> None:
-        """`device` as torch names it; `usd_per_hour` is the user's own price of one device."""
+        """`device` as torch names it; `usd_per_hour` is the user's own price of one device.
+
+        With `whole_process` the process is the job's: its time and its memory count from its start on.
+        """
         self.images = 0
         self._prior = prior or Bill()
         self._num_devices = num_devices
-        self._parts: dict[str, float] = {}
+        self._mark, before_s = time.perf_counter(), process_age_s() if whole_process else 0.0
+        self._start = self._mark - before_s
+        self._parts: dict[str, float] = {"start": before_s} if whole_process else {}
         self._open: list[str] = []
         name, units, self._device = _describe(str(device), machine())
         self._price = price(name, usd_per_hour=usd_per_hour)
@@ -142,9 +167,13 @@ class Meter:
         self._usd_per_hour = _hourly(self._price, units, given=usd_per_hour is not None)
         card = find_card(name)
         power_w = card.power_w * units if card else None
-        self._energy = EnergyMeter(str(device), power_w=power_w, num_devices=num_devices)
-        self._memory = PeakMemory(str(device))
-        self._start = self._mark = time.perf_counter()
+        self._energy = EnergyMeter(str(device), power_w=power_w, num_devices=num_devices, before_s=before_s)
+        self._host = PeakMemory("cpu", whole_process=whole_process)
+        self._memory = (
+            PeakMemory(str(device), whole_process=whole_process)
+            if has_statistics(str(device))
+            else self._host
+        )
 
     @contextmanager
     def part(self, kind: str) -> Iterator[None]:
@@ -160,7 +189,7 @@ class Meter:
     def bill(self) -> Bill:
         """The bill so far, earlier sessions included; may be asked for at any time."""
         self._charge()
-        wall_s = time.perf_counter() - self._start
+        wall_s = self._mark - self._start
         hours = wall_s / 3600 * self._num_devices
         known = self._energy.source != "unknown"
         session = Bill(
@@ -175,6 +204,7 @@ class Meter:
             kwh=self._energy.joules() / JOULES_PER_KWH if known else None,
             kwh_source=self._energy.source if known else None,
             peak_memory_bytes=self._memory.bytes(),
+            host_memory_bytes=self._host.bytes(),
             images=self.images,
             parts=dict(self._parts),
             sessions=1,
@@ -183,8 +213,8 @@ class Meter:
 
     def _charge(self) -> None:
         now = time.perf_counter()
-        if self._open:
-            self._parts[self._open[-1]] = self._parts.get(self._open[-1], 0.0) + now - self._mark
+        kind = self._open[-1] if self._open else OTHER
+        self._parts[kind] = self._parts.get(kind, 0.0) + now - self._mark
         self._mark = now
 
 

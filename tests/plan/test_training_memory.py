@@ -172,7 +172,7 @@ def test_on_a_gpu_latents_are_made_before_the_rest_goes_there(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(job, "prepare_own", look)
-    monkeypatch.setattr(job, "_device", lambda *_: torch.device("meta"))
+    monkeypatch.setattr(job, "own_device", lambda *_: torch.device("meta"))
     with pytest.raises(KeyboardInterrupt):
         make_job(make_recipe(content(base, photos)), Pinned(tmp_path / "run"))
     assert seen == {"unet": "cpu", "vae": "cpu", "text_encoder": "cpu"}
@@ -191,7 +191,7 @@ def test_an_adapters_frozen_text_encoder_is_halved_on_a_gpu(
         made: list[Any] = []
         real = job.make_task
         monkeypatch.setattr(job, "make_task", lambda *given: made.append(given[1]) or real(*given))
-        monkeypatch.setattr(job, "_device", lambda *_: torch.device(on))
+        monkeypatch.setattr(job, "own_device", lambda *_: torch.device(on))
         monkeypatch.setattr(job, "offload_mmap", look)
         data = {**content(base, photos)["data"], "encode": "inline"}
         train = {**content(base, photos)["train"], "precision": "bf16"}

@@ -35,7 +35,7 @@ def quickstart(
     """
     from darkroom.quickstart.journey import quickstart as run
 
-    result = run(out, seed=seed, console=console(as_json))
+    result = run(out, seed=seed, console=console(as_json), whole_process=True)
     show(result, as_json, result.lines)
 
 
@@ -161,9 +161,9 @@ def train(
         return launch([*arguments, "--engine", "local", *flags], count)
     estimate = partial(estimate_run, count=plan_first)
     if len(recipes) > 1:
-        tried = sweep(recipes, out=place, resume=resume, estimate=estimate, console=say)
+        tried = sweep(recipes, out=place, resume=resume, estimate=estimate, console=say, whole_process=True)
         return _show_sweep(tried, as_json) if is_first() else None
-    result = run(recipes[0][1], out=place, resume=resume, estimate=estimate, console=say)
+    result = run(recipes[0][1], out=place, resume=resume, estimate=estimate, console=say, whole_process=True)
     return _show_run(result, as_json) if is_first() else None
 
 

@@ -21,9 +21,14 @@ class EnergyMeter:
     the rated power for the whole time: a ceiling for a busy device, too much for an idle one.
     """
 
-    def __init__(self, device: str, *, power_w: float | None = None, num_devices: int = 1) -> None:
+    def __init__(
+        self, device: str, *, power_w: float | None = None, num_devices: int = 1, before_s: float = 0.0
+    ) -> None:
+        """`before_s` are seconds before now that an estimate counts too; a counter was not read then."""
         self.source, self._read = _reader(device, power_w, num_devices)
         self._start = self._read()
+        if power_w is not None and self.source.startswith("estimate"):
+            self._start -= before_s * power_w * num_devices
 
     def joules(self) -> float:
         """Energy used so far; 0 where nothing is known (source is then 'unknown')."""

@@ -17,17 +17,19 @@ _watching: weakref.WeakSet[PeakMemory] = weakref.WeakSet()
 
 
 class PeakMemory:
-    """The highest memory use since it was made or last reset.
+    """The highest memory use since it was made or last reset, or since the process began.
 
     The operating system and a card's allocator keep one high-water mark a process. Every reset first tells
     the others that watch it what it was, so a benchmark inside a metered job spoils neither.
     """
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", *, whole_process: bool = False) -> None:
+        """With `whole_process` since the process began, as far as nobody has reset it."""
         self.device = device
         self._seen = 0
         _watching.add(self)
-        self.reset()
+        if not whole_process:
+            self.reset()
 
     def reset(self) -> None:
         """Start again from what is in use now."""

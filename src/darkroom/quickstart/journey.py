@@ -110,14 +110,16 @@ def quickstart(
     quiet: bool = False,
     scale: Scale = FULL,
     console: Say = print,
+    whole_process: bool = False,
 ) -> QuickstartResult:
     """Go from pictures to pictures in the folder `out`; the same call goes on where it was stopped.
 
+    With `whole_process` this process is there for it alone: the bill counts it from its start.
     Raises InputError where `out` holds something else or a quickstart with other settings, Stopped on Ctrl-C
     with the state saved, DarkroomError if a held-out triple is found in the store.
     """
     journey = Journey(Path(out), seed, scale, _silent if quiet else console)
-    return journey.go()
+    return journey.go(whole_process=whole_process)
 
 
 class Journey:
@@ -131,13 +133,13 @@ class Journey:
         self.vae_run, self.run = out / "runs" / "autoencoder", out / "runs" / "pretrain"
         self.pictures, self.sheet, self.report = out / "pictures", out / "gallery.png", out / "report.html"
 
-    def go(self) -> QuickstartResult:
+    def go(self, *, whole_process: bool = False) -> QuickstartResult:
         """All stages; a finished journey's result is read back."""
         self._claim()
         if (self.out / RESULT).is_file():
             self.say(f"'{self.out}' is finished: remove it or choose another --out to run again")
             return self._read_back()
-        self.meter = Meter("cpu", Bill.load(self.out / BILL))
+        self.meter = Meter("cpu", Bill.load(self.out / BILL), whole_process=whole_process)
         try:
             return self._stages()
         finally:

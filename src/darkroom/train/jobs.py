@@ -50,8 +50,12 @@ class TrainingSetup:
     @property
     def num_devices(self) -> int:
         """Devices that train together, a machine's whole CPU counting as one."""
-        ranks = self.ranks
-        return max(1, ranks.size if self.device.type != "cpu" else ranks.size // ranks.local_size)
+        return devices_of(self.ranks, self.device)
+
+
+def devices_of(ranks: Ranks, device: torch.device) -> int:
+    """Devices of processes that train together, a machine's whole CPU counting as one."""
+    return max(1, ranks.size if device.type != "cpu" else ranks.size // ranks.local_size)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import darkroom
 from darkroom import hardware, models
-from darkroom.bill import Bill
+from darkroom.bill import Bill, Meter
 from darkroom.data.store import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_out_of_memory
 from darkroom.hardware import accelerator
@@ -35,10 +35,10 @@ from darkroom.train.data.precomputed import release_pins, settled
 from darkroom.train.distributed.ranks import ALONE, RankLost, Ranks, joined, started_together
 from darkroom.train.evaluation import KIND as BEST
 from darkroom.train.exports import Exporter, described_base, write_adapter_file
-from darkroom.train.jobs import Pinned, Say, TrainingSetup
+from darkroom.train.jobs import Pinned, Say, TrainingSetup, devices_of
 from darkroom.train.memory import NotOneFits
 from darkroom.train.model import keep_tokenizer
-from darkroom.train.setup import make_job
+from darkroom.train.setup import make_job, own_device
 from darkroom.train.tasks.lora import note_start
 from darkroom.train.tracking import NoTracker, make_tracker
 from darkroom.train.trainer import Trainer, TrainResult, result_of
@@ -55,6 +55,7 @@ def train(
     feed: Feed | OpenFeed | None = None,
     estimate: Estimate | None = None,
     console: Say = print,
+    whole_process: bool = False,
 ) -> TrainResult:
     """Train a recipe in the run folder `out`; the same call again goes on where it stopped, to the bit.
 
@@ -63,7 +64,8 @@ def train(
     `resume`: `auto` goes on with the run in `out` if there is one; `never` starts a new one next to it,
     numbered; a checkpoint's folder starts a new one from that state, and the recipe may then differ.
     `feed(k)` opens another stream of batches from step k on (an OpenFeed learns first what it feeds);
-    `estimate` gives the plan's estimate of a run that begins: it is shown, and kept in the run. Raises
+    `estimate` gives the plan's estimate of a run that begins: it is shown, and kept in the run. With
+    `whole_process` this process is there for the run alone: the bill counts it from its start. Raises
     InputError before any work for what cannot be, Stopped (state saved) on Ctrl-C and SIGTERM, DarkroomError
     when the loss is not finite.
     """
@@ -71,7 +73,7 @@ def train(
         check_settings(recipe, started_together())
     with joined(recipe.parallel) as ranks:
         say = console if ranks.first else _nothing
-        launch = _Launch(recipe, feed, say, ranks)
+        launch = _Launch(recipe, feed, say, ranks, whole_process)
         if recipe.phases:
             if resume != "auto":
                 raise InputError(f"--resume {resume} with phases", allowed="auto")
@@ -149,6 +151,7 @@ class _Launch:
     feed: Feed | OpenFeed | None
     say: Say
     ranks: Ranks
+    whole_process: bool
 
     def phases(self, out: Path, one: Callable[..., TrainResult]) -> TrainResult:
         """Train all phases with `one`; the same call again goes on in the phase where it stopped.
@@ -168,7 +171,7 @@ class _Launch:
                 f"{folder.name}: {phase.train.steps} steps of {phase.train.global_batch} pictures, "
                 f"{phase.data.resolution} px"
             )
-            result = one(phase, out=folder)
+            result = one(phase, out=folder, whole_process=self.whole_process and result is None)
             used = result.bill if used is None else used + result.bill
         assert result is not None
         return result
@@ -189,24 +192,33 @@ class _Launch:
             )
         for note in recipe.derived:
             say(note)
-        version = ranks.broadcast(lambda: settled(recipe.data, place.path, None, say))
-        with _undone(recipe.data, place.path, ranks):
-            job = make_job(recipe, Pinned(place.path, version), self.feed, say, ranks)
+        meter = self.meter()
+        with meter.part("load"):
+            version = ranks.broadcast(lambda: settled(recipe.data, place.path, None, say))
+            with _undone(recipe.data, place.path, ranks):
+                job = make_job(recipe, Pinned(place.path, version), self.feed, say, ranks, meter)
         if ranks.first:
             Run.create(place.path, recipe.dump(), _environment(job) | {"resident_bytes": before})
         run = Run(place.path)
         with _held(run, ranks):
             if ranks.first:
-                planned = None if estimate is None else estimate(recipe, job.num_devices)
+                with meter.part("plan"):
+                    planned = None if estimate is None else estimate(recipe, job.num_devices)
                 _keep_plan(run, planned, say)
                 keep_tokenizer(recipe.model, job.task.model, run.path)
                 note_start(run.path, job.step.weights.masters, recipe.adapter)
-            trainer = _trainer(job, run, say, first_step=0)
+            trainer = _trainer(job, run, say, first_step=0, meter=meter)
             if place.start is not None:
                 trainer.restore(place.start)
                 trainer.save()  # from now on the run stands on its own
                 say(f"starting from {place.start.path} (step {place.start.step})")
             return trainer.train()
+
+    def meter(self, before: Bill | None = None) -> Meter:
+        """What counts this session; `before` is the bill of the run's earlier ones."""
+        device = own_device(self.recipe.train.device, self.ranks)
+        number = devices_of(self.ranks, device)
+        return Meter(device, before, num_devices=number, whole_process=self.whole_process)
 
     def resume(self, run: Run) -> TrainResult:
         """Train a run on from its newest checkpoint, after checking that it is the same job."""
@@ -221,11 +233,13 @@ class _Launch:
             return result_of(run)
         store = ranks.broadcast(lambda: run.environment.get("store", {}))
         ranks.rank0_first(run.tidy)
+        meter = self.meter(run.bill() if ranks.first else None)
         micro = checkpoint.scalars["micro_batch"] if checkpoint else None
         here = not has_own_store(recipe.data) or Path(store_path(recipe.data, run.path)).exists()
         known = store.get("version") if here else None
         anew = checkpoint is None or isinstance(place, RemotePlace)
-        version = ranks.broadcast(lambda: settled(recipe.data, run.path, known, say) if anew else known)
+        with meter.part("load"):
+            version = ranks.broadcast(lambda: settled(recipe.data, run.path, known, say) if anew else known)
         pinned = Pinned(
             run.path,
             version,
@@ -235,7 +249,8 @@ class _Launch:
             base=ranks.broadcast(lambda: run.environment.get("fingerprints")),
             chosen=store.get("chosen"),
         )
-        job = make_job(recipe, pinned, self.feed, say, ranks)
+        with meter.part("load"):
+            job = make_job(recipe, pinned, self.feed, say, ranks, meter)
         if checkpoint:
             notes += check_environment(checkpoint.scalars["environment"], job.environment)
 
@@ -248,12 +263,13 @@ class _Launch:
             note_start(run.path, job.step.weights.masters, recipe.adapter)
 
         ranks.rank0_first(prepare_run)
-        trainer = _trainer(job, run, say, first_step=step)
+        trainer = _trainer(job, run, say, first_step=step, meter=meter)
         say(f"going on after step {step} of {recipe.train.steps}")
         for note in notes:
             say(f"note: {note}")
         if checkpoint and place:
-            trainer.restore(checkpoint)
+            with meter.part("load"):
+                trainer.restore(checkpoint)
             ranks.barrier()
             place.forget()
         return trainer.train()
@@ -290,11 +306,11 @@ def _environment(job: TrainingSetup) -> dict[str, Any]:
     return facts | ({"base": described_base(job.task.model)} if job.recipe.adapts else {})
 
 
-def _trainer(job: TrainingSetup, run: Run, say: Say, first_step: int) -> Trainer:
+def _trainer(job: TrainingSetup, run: Run, say: Say, first_step: int, meter: Meter) -> Trainer:
     for note in job.notes:
         say(note)
     tracker = make_tracker(job.recipe.track, run.path, first_step + 1) if job.ranks.first else NoTracker()
-    return Trainer(job, run, tracker=tracker, say=say)
+    return Trainer(job, run, tracker=tracker, say=say, meter=meter)
 
 
 def export(
@@ -422,6 +438,7 @@ def sweep(
     resume: str = "auto",
     estimate: Estimate | None = None,
     console: Say = print,
+    whole_process: bool = False,
 ) -> list[Tried]:
     """Train every recipe as `OUT/NAME-lr-1e-4` and the like; the same call again goes on where it stopped.
 
@@ -442,9 +459,9 @@ def sweep(
         others = [one for one in folders if one != folder]
         shared = _class_folder(recipe.task, recipe.data, recipe.model.base, out)
         one = recipe.in_sweep(folder.name, _left(recipe.budget, others), shared)
-        made, failure = attempted(
-            partial(train, one, out=folder, resume=resume, estimate=estimate, console=console)
-        )
+        first = whole_process and not tried
+        training = partial(train, one, out=folder, resume=resume, whole_process=first)
+        made, failure = attempted(partial(training, estimate=estimate, console=console))
         if failure:
             console(f"warning: {folder.name}: {failure}")
         tried.append(Tried(folder, settings, made, failure))

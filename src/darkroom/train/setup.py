@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from darkroom import models
-from darkroom.bill import format_number
+from darkroom.bill import Meter, format_number
 from darkroom.data.images import ColourChange
 from darkroom.data.loader import ReadSettings
 from darkroom.data.mixing import versions_of
@@ -111,13 +112,14 @@ CALIBRATION_VALUES = 2**26
 
 @dataclass(frozen=True)
 class _Site:
-    """Where a job is put together: on which device, by which processes, after what, and the log."""
+    """Where a job is put together: on which device, by which processes, after what, the log and the bill."""
 
     device: torch.device
     precision: str
     pinned: Pinned
     ranks: Ranks
     say: Say
+    part: Callable[[str], AbstractContextManager[None]]  # of the bill
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,12 +132,13 @@ def make_job(
     feed: Feed | OpenFeed | None = None,
     say: Say = lambda _: None,
     ranks: Ranks = ALONE,
+    meter: Meter | None = None,
 ) -> TrainingSetup:
     """Check a recipe against store, model and machine, and put together what trains it.
 
     Nothing is written but what a run gathers into its own `data` folder: pictures of a folder, their
-    latents, pictures of the class. Raises RecipeError, StoreError, ColumnError or ModelError for what
-    cannot be.
+    latents, pictures of the class; `meter` counts these apart. Raises RecipeError, StoreError, ColumnError or
+    ModelError for what cannot be.
     """
     check_settings(recipe, ranks.size)
     data, train, optim, side = recipe.data, recipe.train, recipe.optim, recipe.data.resolution
@@ -143,11 +146,11 @@ def make_job(
     train_rows, held_rows = select_rows(store, data)
     contents = ranks.broadcast(lambda: contents_of(store, pinned.contents, columns_read(data)))
     chosen = chosen_of((train_rows, held_rows), data, pinned.chosen)
-    device = _device(train.device, ranks)
+    device = own_device(train.device, ranks)
     set_kernels(train, device)
     precision, why = choose_precision(train.precision, device)
     notes = [f"precision {precision}: {why}"]
-    site = _Site(device, precision, pinned, ranks, say)
+    site = _Site(device, precision, pinned, ranks, say, meter.part if meter else lambda _: nullcontext())
     model: Model
     if recipe.task == "extractor":
         model = build_extractor(recipe.model, recipe.objective.extractor, side, store, train_rows)
@@ -264,13 +267,15 @@ def _made_ready(
             column = stored_latents(data, model, store)
         if ranks.broadcast(lambda: not class_store_path(pinned.run).exists() or pinned.version is None):
             _move(model, site.device)
-            ranks.rank0_first(lambda: gather_class(data, base, model, pinned.run, site.dtype, say))
+            with site.part("class pictures"):
+                ranks.rank0_first(lambda: gather_class(data, base, model, pinned.run, site.dtype, say))
         stores.append(Store.open(class_store_path(pinned.run)))
     if task == "dpo":
         stores.append(Store.open(class_store_path(pinned.run)))
     own = stores if makes else stores[1:] if column else []
     if own:
-        ranks.rank0_first(lambda: prepare_own(data, model, own, site.device, say))
+        with site.part("latents"):
+            ranks.rank0_first(lambda: prepare_own(data, model, own, site.device, say))
         for one in own:
             one.refresh()
     return stores
@@ -306,7 +311,7 @@ def _one_row(task: Task, store: Store, rows: Rows, device: torch.device) -> dict
     return task.inputs(read_once(store, rows, 1, task.read), device)
 
 
-def _device(asked: str, ranks: Ranks) -> torch.device:
+def own_device(asked: str, ranks: Ranks) -> torch.device:
     """The device that is asked for; of several ranks each has the GPU of its number."""
     device = models.device(asked)
     if ranks.size > 1 and device.type != "cpu":

@@ -63,7 +63,7 @@ def utilisation(
 def projected(bill: Bill, done: int, before: int, steps: int, prior: Bill | None) -> dict[str, Any]:
     """Dollars and kWh so far, and at the end if it goes on as in this session.
 
-    `before` steps were made in earlier sessions, whose bill is `prior`.
+    `before` steps were made in earlier sessions; `prior` is the bill of these and of loading.
     """
     found: dict[str, Any] = {"memory_bytes": bill.peak_memory_bytes}
     here = max(done - before, 1)

@@ -80,13 +80,16 @@ class _Window:
 class Trainer:
     """Trains a job in a run's folder, from where it stands to the end."""
 
-    def __init__(self, job: TrainingSetup, run: Run, *, tracker: Tracker, say: Say) -> None:
+    def __init__(
+        self, job: TrainingSetup, run: Run, *, tracker: Tracker, say: Say, meter: Meter | None = None
+    ) -> None:
+        """`meter` has counted what came before; without one the bill begins here."""
         self.job, self.run, self.tracker, self.say = job, run, tracker, say
         self.recipe, self.task, self.step = job.recipe, job.task, job.step
         self.k = 0
         ranks, settings = job.ranks, job.recipe.checkpoint
         self.ranks = ranks
-        self.meter = Meter(job.device, run.bill(), num_devices=job.num_devices)
+        self.meter = meter or Meter(job.device, run.bill(), num_devices=job.num_devices)
         place = place_of(settings.url, run.path)
         self.saver = Saver(place, keep=settings.keep, ranks=ranks, say=say, background=settings.background)
         self._agreed = Agreement(ranks)
@@ -97,7 +100,7 @@ class Trainer:
         watch, meter, stop = self._watch, self.meter, self._stop
         self._evaluator = Evaluator(job, run, meter=meter, watch=watch, stop=stop, tracker=tracker, say=say)
         self._guard = NonfiniteGuard(run.path, job.rows_of, ranks)
-        self._flops, self._prior, self._began_at = job.flops, run.bill(), 0
+        self._flops, self._prior, self._began_at = job.flops, Bill(), 0
         self._best: Best | None = None  # kept where patience is set
         self._ended = False  # before the last step, because the held-out loss stands still
         self._billed = time.perf_counter()
@@ -159,11 +162,13 @@ class Trainer:
         """Train to the end; Stopped where Ctrl-C or SIGTERM asks for it, with the state saved."""
         try:
             with self._watch.watching(), self._stop.listening():
-                self._began_at = self.k
+                self._began_at, self._prior = self.k, self.meter.bill()
+                self._save_bill()
                 with _no_garbage_runs():
                     while not self._trained():
                         self._window = _Window()
-                return self._finish()
+                with self.meter.part("checkpoint"):
+                    return self._finish()
         except OSError as error:
             if not is_disk_full(error):
                 raise
@@ -343,7 +348,8 @@ class Trainer:
         """How well the hardware is used; memory, dollars and kWh so far and at the end."""
         bill = self.meter.bill()
         found = projected(bill, self.k, self._began_at, self.recipe.train.steps, self._prior)
-        if self._flops is None and bill.wall_s > COUNT_AFTER_S and not self.ranks.sharded:
+        trained_s = bill.wall_s - self._prior.wall_s
+        if self._flops is None and trained_s > COUNT_AFTER_S and not self.ranks.sharded:
             self.step.weights.expect(last=False)
             with suppress(UncountedOperation):
                 self._flops = flops_per_image(self.task, self._inputs)
@@ -414,8 +420,7 @@ class Trainer:
         if self.ranks.first:
             if self._ended:
                 write_whole(self.run.path / ENDED, json.dumps({"step": self.k}) + "\n")
-            with self.meter.part("checkpoint"):
-                self._write_results(best, measured)
+            self._write_results(best, measured)
         self._save_bill()
         self.ranks.barrier()
         return result_of(self.run)
