@@ -267,19 +267,7 @@ def killed_at(path: Path, calls: str, when: int, *, at: Path | None = None) -> b
     # With a filter only these calls stop for strace; it does not follow `-P`.
     where = ["-P", str(at)] if at is not None else ["--seccomp-bpf"]
     inject = ["-e", f"trace={calls}", "-e", f"inject={calls}:signal=SIGKILL:when={when}"]
-    command = [
-        "strace",
-        "-f",
-        "--seccomp-bpf",
-        "-o",
-        "/dev/null",
-        *where,
-        *inject,
-        sys.executable,
-        "-c",
-        DELETE,
-        str(path),
-    ]
+    command = ["strace", "-f", "-o", "/dev/null", *where, *inject, sys.executable, "-c", DELETE, str(path)]
     return subprocess.run(command, check=False, stderr=subprocess.DEVNULL, timeout=120).returncode != 0
 
 
