@@ -343,7 +343,11 @@ def test_the_lock_names_no_index_and_leaves_cudas_libraries_to_torch(pins):
 
 @pytest.fixture(scope="module")
 def uv(tmp_path_factory) -> list[str]:
-    """uv in the version that make.py installs, from the index."""
+    """uv in the version that make.py installs: this environment's, or one from the index."""
+    here = [sys.executable, "-m", "uv"]
+    told = subprocess.run([*here, "--version"], capture_output=True, text=True, check=False).stdout
+    if told.split()[1:2] == [make.UV.partition("==")[2]]:
+        return here
     venv = tmp_path_factory.mktemp("uv") / "venv"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     python = str(venv / ("Scripts" if os.name == "nt" else "bin") / "python")

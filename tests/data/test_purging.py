@@ -264,7 +264,8 @@ DELETE = "import sys; from darkroom.data.store import Store; Store.open(sys.argv
 
 def killed_at(path: Path, calls: str, when: int, *, at: Path | None = None) -> bool:
     """Delete A, killed at a thread's n-th of some system calls, or of those on one file; whether it was."""
-    where = ["-P", str(at)] if at is not None else []
+    # With a filter only these calls stop for strace; it does not follow `-P`.
+    where = ["-P", str(at)] if at is not None else ["--seccomp-bpf"]
     inject = ["-e", f"trace={calls}", "-e", f"inject={calls}:signal=SIGKILL:when={when}"]
     command = ["strace", "-f", "-o", "/dev/null", *where, *inject, sys.executable, "-c", DELETE, str(path)]
     return subprocess.run(command, check=False, stderr=subprocess.DEVNULL, timeout=120).returncode != 0

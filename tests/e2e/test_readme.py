@@ -18,6 +18,7 @@ import pytest
 import typer
 from PIL import Image
 
+import warm
 from darkroom import cli
 from darkroom.errors import InputError
 from darkroom.quickstart.shapes import draw, scenes
@@ -91,7 +92,7 @@ def serve(arguments: list[str]) -> None:
     """Start the server as the README says, on a free port, until it is ready; then tell it to stop."""
     arguments[arguments.index("--port") + 1] = "0"
     command = [sys.executable, "-m", "darkroom", *arguments, "--state", "state"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with warm.Popen(command, stdout=warm.PIPE, stderr=warm.STDOUT, text=True) as process:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
         url = next(found[0] for line in lines if (found := re.findall(r"http://[\d.:]+", line)))

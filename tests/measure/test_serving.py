@@ -7,11 +7,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import warm
 from darkroom import models
 from darkroom.errors import InputError
 from darkroom.measure import serving
@@ -37,6 +39,17 @@ SMALL: dict[str, dict[str, Any]] = {
     "unet": {"block_out_channels": [16, 32], "norm_num_groups": 4},
     "vae": {"block_out_channels": [8, 16, 16], "norm_num_groups": 4},
 }
+
+
+@pytest.fixture(autouse=True)
+def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers and plain pipelines are forked instead of importing everything anew."""
+
+    def run(command: list[str], *, encoding: str, **more: Any) -> subprocess.CompletedProcess[str]:
+        return warm.run(command, text=True, **more)
+
+    started = SimpleNamespace(Popen=warm.Popen, run=run)
+    monkeypatch.setattr(serving, "subprocess", started)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +154,7 @@ def test_the_plain_server_draws_batches_and_stops_what_is_given_up(small: Path, 
         "trace": [asked.plain() for asked in trace],
     }  # fmt: skip
     command = [sys.executable, "-m", "darkroom.measure.pipeline_server"]
-    done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, check=True)
+    done = warm.run(command, input=json.dumps(task), capture_output=True, text=True, check=True)
     told = {one["number"]: one for one in json.loads(done.stdout.splitlines()[-1])["outcomes"]}
     assert [told[i]["state"] for i in range(5)] == ["done"] * 3 + ["cancelled"] * 2
     assert told[0]["finished_s"] == told[2]["finished_s"], "three of a key in one call"
