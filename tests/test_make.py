@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.util
 import os
@@ -471,6 +472,12 @@ def test_tests_of_one_group_run_in_one_process(tmp_path):
     assert done.returncode == 0, done.stdout
     assert len(set((tmp_path / "together").read_text().split())) == 1
     assert len(set((tmp_path / "apart").read_text().split())) == 2  # two processes there are
+
+
+def test_what_stays_for_good_is_left_out_of_garbage_collections():
+    """Each training run makes a full one; with all tests collected it took half a second."""
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 5 * len(gc.get_objects())
 
 
 # ---- other systems
