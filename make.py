@@ -44,7 +44,8 @@ CYCLONEDX = "cyclonedx-bom>=7.2,<8"
 
 # What each command runs -----------------------------------------------------------------------------------
 
-LINT = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
+LINT = (("ruff", "check", "."), ("ruff", "format", "--check", "."))
+TYPES = (("mypy",),)
 # What only other systems have: `test` alone, because each takes half a minute where nothing is cached.
 TYPES_ELSEWHERE = tuple(
     ("mypy", "--platform", name, "--cache-dir", f".mypy_cache/{name}")
@@ -264,6 +265,30 @@ class Machine:
             if code:
                 raise Failed(code)
 
+    def run_at_once(self, *commands: tuple[str, ...]) -> None:
+        """All at the same time; what each prints comes in their order. The first that failed is raised."""
+        for command in commands:
+            print(f"$ {shown(command)}", flush=True)
+        if self.dry:
+            return
+        how: dict[str, Any] = {
+            "cwd": ROOT,
+            "env": self.environ,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+        }
+        started = [subprocess.Popen(command, text=True, **how) for command in commands]
+        for command, process in zip(commands, started, strict=True):
+            print(f"{shown(command)}: {process.communicate()[0]}", end="", flush=True)
+        codes = [process.returncode for process in started if process.returncode]
+        if codes:
+            raise Failed(codes[0])
+
+    def keep_bytecode(self) -> None:
+        """In .venv, where the user wants none beside the sources: each new process would compile it anew."""
+        if self.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+            self.environ.setdefault("PYTHONPYCACHEPREFIX", str(VENV / "bytecode"))
+
     def works(self, *command: str) -> bool:
         try:
             self.run(*command)
@@ -466,15 +491,17 @@ def in_venv() -> tuple[int, int]:
     return len(list(site_packages().glob("*.dist-info"))), sum(sizes)
 
 
-def lint(machine: Machine) -> None:
+def lint(machine: Machine, types: tuple[tuple[str, ...], ...] = TYPES) -> None:
     setup(machine, TEST_EXTRAS)
     for words in LINT:
         machine.run(str(PYTHON), "-m", *words)
+    machine.run_at_once(*((str(PYTHON), "-m", *words) for words in types))
 
 
 def tests(machine: Machine, command: str, more: tuple[str, ...]) -> None:
     """All of a command's parts, those after one that fails too; the first failure is raised at the end."""
     start, failed = time.monotonic(), None
+    machine.keep_bytecode()
     try:
         for words, add in PYTEST[command]:
             try:
@@ -621,9 +648,7 @@ def main(words: list[str]) -> int:
         setup(machine)
         machine.run(str(PYTHON), "-m", "darkroom", "quickstart", *rest)
     elif command == "test":
-        lint(machine)
-        for line in TYPES_ELSEWHERE:
-            machine.run(str(PYTHON), "-m", *line)
+        lint(machine, (*TYPES, *TYPES_ELSEWHERE))
         tests(machine, "test", rest)
     elif command == "nightly":
         setup(machine, TEST_EXTRAS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pwd
@@ -26,6 +27,9 @@ import nightly
 from needs import missing
 
 sys.dont_write_bytecode = False
+gc.disable()  # until everything is imported and collected: nearly all of that stays
+LOOKED_AT_ALL_EVERY = 200  # tests
+TESTS = pytest.StashKey[int]()
 PG_PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -58,6 +62,31 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("seconds by group")
         for name, seconds in list(nightly.seconds_by_group(reports).items())[:40]:
             terminalreporter.write_line(f"{seconds:7.1f} {name}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        gc.enable()  # here nothing is collected, the workers do that
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    _leave_out_of_collections(of_all=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Two million objects stay for good; a search for garbage, as each training run makes one, skips them."""
+    yield
+    tests = item.config.stash[TESTS] = item.config.stash.get(TESTS, 0) + 1
+    _leave_out_of_collections(of_all=tests % LOOKED_AT_ALL_EVERY == 0)
+
+
+def _leave_out_of_collections(*, of_all: bool) -> None:
+    if of_all:
+        gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

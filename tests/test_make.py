@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.util
 import os
@@ -378,6 +379,67 @@ def test_the_second_part_of_nightly_is_run_where_the_first_fails(monkeypatch, ca
         assert "nightly: 0.0 minutes" in capsys.readouterr().out
 
 
+def test_types_for_all_systems_are_checked_at_once_and_told_in_order(monkeypatch, tmp_path, capfd):
+    """Each waits for the other: one after the other they would never end."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    meet = (
+        "import pathlib, sys, time\n"
+        "mine, other, code = sys.argv[1:]\n"
+        "pathlib.Path(mine).touch()\n"
+        "until = time.monotonic() + 60\n"
+        "while not pathlib.Path(other).exists() and time.monotonic() < until: time.sleep(0.01)\n"
+        "print(f'{pathlib.Path(mine).name}: {pathlib.Path(other).exists()}')\n"
+        "sys.exit(int(code))\n"
+    )
+    both = [(sys.executable, "-c", meet, str(a), str(b)) for a, b in ((here, there), (there, here))]
+    for codes in ((0, 0), (0, 3), (4, 3)):
+        here.unlink(missing_ok=True)
+        there.unlink(missing_ok=True)
+        machine = make.Machine(dry=False)
+        commands = [(*command, str(code)) for command, code in zip(both, codes, strict=True)]
+        if any(codes):
+            with pytest.raises(make.Failed) as told:
+                machine.run_at_once(*commands)
+            assert told.value.args == (next(code for code in codes if code),)
+        else:
+            machine.run_at_once(*commands)
+        out = capfd.readouterr().out
+        assert re.findall(r"\w+: (?:True|False)$", out, re.M) == ["here: True", "there: True"]
+    dry = make.Machine(dry=True)
+    make.lint(dry, (*make.TYPES, *make.TYPES_ELSEWHERE))
+    asked = re.findall(r"-m mypy(.*)", capfd.readouterr().out)
+    assert len(asked) == 3
+    assert asked[0] == ""
+    assert all("--platform" in line and "--cache-dir" in line for line in asked[1:])
+    make.lint(dry)
+    assert re.findall(r"-m mypy(.*)", capfd.readouterr().out) == [""]
+
+
+@pytest.mark.parametrize("wanted", ["", "1"])
+def test_tests_compile_each_module_once_whatever_the_user_wants_beside_the_sources(
+    monkeypatch, tmp_path, wanted
+):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", wanted)
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    monkeypatch.setattr(make, "VENV", tmp_path / "venv")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "one.py").touch()
+    imports = (
+        sys.executable,
+        "-c",
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'code')!r}); import one",
+    )
+    machine = make.Machine(dry=False)
+    machine.run(*imports)
+    beside = list((tmp_path / "code").rglob("*.pyc"))
+    assert bool(beside) == (not wanted)
+    monkeypatch.setitem(make.PYTEST, "check", [])
+    make.tests(machine, "check", ())
+    machine.run(*imports)
+    assert list((tmp_path / "code").rglob("*.pyc")) == beside  # none where none was wanted
+    assert len(list((tmp_path / "venv").rglob("one*.pyc"))) == (1 if wanted else 0)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("python", ["3.11", "3.14"])
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -414,6 +476,12 @@ def test_tests_of_one_group_run_in_one_process(tmp_path):
     assert done.returncode == 0, done.stdout
     assert len(set((tmp_path / "together").read_text().split())) == 1
     assert len(set((tmp_path / "apart").read_text().split())) == 2  # two processes there are
+
+
+def test_what_stays_for_good_is_left_out_of_garbage_collections():
+    """Each training run makes a full one; with all tests collected it took half a second."""
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 5 * len(gc.get_objects())
 
 
 # ---- other systems

@@ -239,11 +239,13 @@ def _serve(number: int) -> None:
     from darkroom.hush import hush
 
     hush()
+    gc.disable()  # all that is imported stays
     for name in PRELOAD:
         importlib.import_module(name)
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     assert len(set(threads) - {"jemalloc_bg_thd"}) == 1, threads  # jemalloc's own thread is ready for forks
     gc.freeze()
+    gc.enable()
     asked_by = socket.socket(fileno=number)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)

@@ -235,7 +235,9 @@ def look():
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(f"http://127.0.0.1:{sys.argv[3]}/ready").status_code == 200:
                 break
-    time.sleep(2)
+    until = time.monotonic() + 60
+    while not gc.get_freeze_count() and time.monotonic() < until:
+        time.sleep(0.02)
     print(gc.get_freeze_count(), len(gc.get_objects()))
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,22 @@ def test_the_console_says_loss_speed_time_and_cost(recipe_of: MakeRecipe, tmp_pa
     for word in ("step 2/4", "loss 0.", "lr 2.00e-03", "images/s", " left"):
         assert word in lines[0]
     assert ("USD 0." in lines[0]) == (price(machine().cpu_class) is not None)  # of a CPU that is rented out
+
+
+def test_what_a_process_left_out_of_garbage_collections_stays_out(
+    recipe_of: MakeRecipe, tmp_path: Path
+) -> None:
+    """A host that froze its objects finds them frozen after a run, and one that did not finds none."""
+    recipe = recipe_of("autoencoder", "train.steps=1")
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    quietly(recipe, tmp_path / "frozen")
+    assert gc.get_freeze_count() > 0.9 * frozen > 0
+    assert gc.isenabled()
+    gc.unfreeze()
+    quietly(recipe, tmp_path / "plain")
+    assert gc.get_freeze_count() == 0
+    assert gc.isenabled()
 
 
 def test_a_store_at_its_pinned_version(recipe_of: MakeRecipe, store_path: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import shutil
 import subprocess
@@ -151,13 +152,16 @@ def environment() -> dict[str, Any]:
 
 def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
     """Installed versions of the packages that results depend on; those not installed are left out."""
-    found = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: version for name in packages if (version := _version(name))}
+    return {"python": platform.python_version(), **found}
+
+
+@functools.cache  # a millisecond each, and what is imported stays as it is
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def git_commit(folder: Path | None = None) -> dict[str, Any] | None:

@@ -468,15 +468,19 @@ class _RollBack(Exception):
 
 @contextmanager
 def _no_garbage_runs() -> Iterator[None]:
-    """Within, Python looks for garbage only where it is asked to: its pauses come on all ranks at once."""
-    was = gc.isenabled()
+    """Within, Python looks for garbage only where it is asked to: its pauses come on all ranks at once.
+
+    A process that had frozen its own objects before, so that each look is short, keeps them frozen.
+    """
+    was, had_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not had_frozen:
+            gc.unfreeze()
         if was:
             gc.enable()
 
