@@ -23,6 +23,7 @@ from PIL import Image, ImageFilter
 from darkroom.errors import InputError, MissingExtra, ModelError
 from darkroom.hardware.accelerator import new_tensor
 from darkroom.hardware.system import split_weight
+from darkroom.models.adapters.bank import take_rows
 from darkroom.models.control import ControlNet, read_control
 from darkroom.models.image_prompt import STRENGTH, TOKENS, ImagePrompt
 from darkroom.sample.denoise import NEGATIVE, Owner, Row, Unet
@@ -452,7 +453,7 @@ def _controlled(
             torch.stack([control.encoded[i] for _, control in mine]) for i in range(len(mine[0][1].encoded))
         ]
         if net.kind == "controlnet":
-            more = {name: value[places] for name, value in added.items()}
+            more = take_rows(added, places, [place for place, _ in mine])
             levels = net.residuals(x[places], t[places], text[places], levels[0], more)
         names = net.names(len(levels))
         scales = new_tensor([control.scales(len(levels)) for _, control in mine], x.device)
