@@ -11,14 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from darkroom import models
 from darkroom.hardware import accelerator
-from darkroom.recipe.sections import TrainSettings
+from darkroom.recipe.sections import AdapterSettings, TrainSettings
+from darkroom.sample.backends import unet_call
 from darkroom.train import speed
 from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
 from darkroom.train.jobs import Pinned
 from darkroom.train.run import train
-from darkroom.train.speed import FEW_CONVOLUTIONS, MOST_ROWS, chosen_layout
-from train.conftest import MakeRecipe
+from darkroom.train.speed import FEW_CONVOLUTIONS, MOST_ROWS, chosen_layout, lay_out
+from darkroom.train.tasks.lora import add_adapters
+from train.conftest import UNET, MakeRecipe
 
 NOWHERE = Pinned(Path("nowhere"))
 
@@ -156,3 +159,30 @@ def test_a_run_that_goes_on_keeps_the_layout(
     assert kept.scalars["environment"]["channels_last"] is False
     assert laid(4, "one", innermost=True) == [("convolutions channels first", " as before")]
     assert laid(2, "other", innermost=True)[0][0] == "convolutions channels last"  # the control
+
+
+def test_dora_of_convolutions_trains_channels_last() -> None:
+    """As every GPU lays them: PEFT looks at the factors as matrices, which does not go with that layout."""
+
+    def made(lay: Callable[[nn.Module], object]) -> Tensor:
+        torch.manual_seed(0)
+        model = models.create("tiny", overrides={"unet": UNET}, parts=("unet",))
+        add_adapters(model, AdapterSettings(rank=2, targets="conv", dora=True), seed=0)
+        unet = model.unet
+        assert unet is not None
+        lay(unet)
+        given = torch.ones(1, 4, 8, 8), torch.ones(1), torch.ones(1, 7, 64)
+        out: Tensor = unet_call(unet)(*given, {})
+        out.square().mean().backward()
+        grads = [
+            p.grad.norm() for name, p in unet.named_parameters() if ".lora_B." in name and p.grad is not None
+        ]
+        return torch.stack([*grads, out.norm()]).detach()
+
+    plain = made(lambda unet: lay_out([unet], innermost=False))
+    torch.testing.assert_close(
+        made(lambda unet: lay_out([unet], innermost=True)), plain, rtol=1e-3, atol=1e-5
+    )
+    assert len(plain) > 20
+    with pytest.raises(RuntimeError, match="view size is not compatible"):  # the control
+        made(lambda unet: unet.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
