@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from darkroom import models
@@ -186,3 +187,26 @@ def test_dora_of_convolutions_trains_channels_last() -> None:
     assert len(plain) > 20
     with pytest.raises(RuntimeError, match="view size is not compatible"):  # the control
         made(lambda unet: unet.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
+
+
+def test_a_run_channels_last_ends_as_a_plain_one(recipe_of: MakeRecipe, tmp_path: Path) -> None:
+    """Steps, checkpoint, resume, held-out loss and the model that is written, as on every GPU."""
+    more = ("train.micro_batch=4", "data.holdout=4", "checkpoint.every=2", "evaluate.every=2")
+
+    def ended(name: str, *given: str, seed: int = 0) -> tuple[dict[str, Tensor], float]:
+        for steps in (2, 4):  # the second goes on
+            recipe = recipe_of("pretrain", *more, *given, f"train.steps={steps}", f"train.seed={seed}")
+            result = train(recipe, out=tmp_path / name, console=lambda _: None)
+        files = sorted(result.model.glob("unet/*.safetensors"))
+        assert result.heldout_loss is not None
+        return load_file(files[0]), result.heldout_loss
+
+    (plain, loss), (last, lasts_loss), (other, _) = (
+        ended("plain"),
+        ended("last", "train.channels_last=true"),
+        ended("other", seed=1),
+    )
+    assert lasts_loss == pytest.approx(loss, rel=1e-4)
+    for name, weight in plain.items():
+        torch.testing.assert_close(last[name], weight, rtol=1e-3, atol=2e-4)
+    assert max(float((other[name] - weight).abs().max()) for name, weight in plain.items()) > 2e-3

@@ -178,7 +178,7 @@ def _made(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.
     else:
         made = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
         if not accelerator.kind_of(groups[0]["params"][0].device).scaled_adamw:
-            made._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+            made._step_supports_amp_scaling = False
     return made
 
 

@@ -87,14 +87,14 @@ LAYOUTS = {True: "convolutions channels last", False: "convolutions channels fir
 
 
 def lay_out(parts: Iterable[nn.Module], *, innermost: bool) -> None:
-    """Convolutions' weights with their channels innermost or outermost, in place; DoRA's factors as they were,
-    for PEFT reads them as matrices."""
+    """Convolutions' weights with their channels innermost or outermost, in place; DoRA's factors stay as they
+    are, for PEFT reads them as matrices."""
     for part in parts:
         part.to(memory_format=torch.channels_last if innermost else torch.contiguous_format)  # type: ignore[call-overload]
         for layer in part.modules() if innermost else ():
             if getattr(layer, "lora_magnitude_vector", None):
                 for factors in (layer.lora_A, layer.lora_B):
-                    factors.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload, operator]
+                    factors.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
 
 def _layout_seconds(
