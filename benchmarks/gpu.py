@@ -91,8 +91,8 @@ SERVES = (
     "rich",
 )
 """Needed by the case `serve` alone."""
-FEW = ("torchao", "prodigyopt", "schedulefree", "nvidia-ml-py")
-"""Needed by single rows: 8-bit weights and optimisers, two optimisers, energy."""
+FEW = ("torchao", "schedulefree", "nvidia-ml-py")
+"""Needed by single rows: 8-bit weights and optimisers, an optimiser, energy."""
 WITH_TORCH = ("torch", "triton", "pytorch-triton", "setuptools")
 """Of the machine, as are packages whose names begin with `nvidia-`, `NVML` aside."""
 

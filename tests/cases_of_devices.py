@@ -37,7 +37,14 @@ def drawings() -> Iterator[Case]:
         model.modules["unet"].register_buffer("places", torch.zeros(3, dtype=torch.float64))
         return draw(model, "flow_euler", OTHER)
 
+    def of_a_variation() -> int:
+        model = models.create("tiny")
+        size = (model.size_unit, model.size_unit)
+        more = {"variation_seed": 3, "variation_strength": 0.3, "seed_size": size, "sigmas": "beta"}
+        return draw(model, "euler_a", OTHER, **more)
+
     yield "draw sdxl euler", of_sdxl
+    yield "draw variation", of_a_variation
     yield "draw control", of_doubles
 
 

@@ -14,15 +14,19 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from darkroom.hardware import accelerator
 
 aten = torch.ops.aten
 NO_KERNEL = {
@@ -46,6 +50,8 @@ READS = {
 class Watched(TorchDispatchMode):
     """Notes what is launched and what is waited for."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.kernels: Counter[str] = Counter()
@@ -56,6 +62,8 @@ class Watched(TorchDispatchMode):
         if any(_takes_itself_apart(kind) for kind in types):
             return NotImplemented  # seen again as what it is made of
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):  # seen again as what it is made of
+            return func(*args, **kwargs)
         name = func._schema.name
         places = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         away = bool(places - {"cpu"})
@@ -135,6 +143,8 @@ def fake_card() -> Iterator[FakeTensorMode]:
             return [torch.bfloat16, torch.float16]
 
     _setup_privateuseone_for_python_backend(CARD, Backend())
+    # As CUDA's are; nobody knows this card else.
+    accelerator.KINDS[CARD] = replace(accelerator.kind_of(CARD), scaled_adamw=True, scaler=True)
     torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
     FakeTensorMode.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
     with FakeTensorMode() as mode, _Made():
@@ -144,7 +154,11 @@ def fake_card() -> Iterator[FakeTensorMode]:
 class _Pinned(TorchDispatchMode):
     """Memory that a card reads by itself: fake memory is any kind, and is marked."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **(kwargs or {}))
         if func._schema.name in PINS:
             setattr(args[0], PINNED, True)
             return args[0]

@@ -15,10 +15,18 @@ from darkroom.models.adapters.bank import Bank
 from darkroom.models.compiling import Compiled, CompiledBlocks, compile_blocks, compile_whole
 from darkroom.recipe.sections import AdapterSettings
 from darkroom.sample.backends import unet_call
+from darkroom.serve.engine.batch import padded
 from darkroom.train.tasks.lora import add_adapters
 
 UNET = {"block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": 2, "layers_per_block": 1}
 DIT = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
+XL = {
+    "block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": [2, 2],
+    "cross_attention_dim": 64, "addition_time_embed_dim": 16, "projection_class_embeddings_input_dim": 112,
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+    "transformer_layers_per_block": [1, 1], "layers_per_block": 1,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -66,18 +74,29 @@ def test_what_varied_is_open_and_nothing_else():
     assert compiling._varying({(("0", (2, 4), torch.float32),)}) == {"0": set()}
 
 
-def rounds(family: str, unet: dict, compiled: type[Compiled | CompiledBlocks]) -> tuple[int, int]:
-    """Graphs after each size was met once, and after all of them again, with other adapters."""
+def banked(family: str, unet: dict) -> tuple[models.Model, Bank]:
+    """A denoiser that takes adapters without compiling anew."""
     model = models.create(family, overrides={models.FAMILIES[family].denoiser: unet}, parts=("unet",))
     bank = Bank(model, slots=2, max_rank=2)
     bank.reserve([path for path in bank._known if path.endswith("to_q")])
     bank.seal()
+    return model, bank
+
+
+def added_of(model: models.Model, rows: int) -> dict[str, torch.Tensor]:
+    """What SDXL reads besides a text."""
+    return {"text_embeds": torch.zeros(rows, 16), "time_ids": torch.zeros(rows, 6)} if model.is_sdxl else {}
+
+
+def rounds(family: str, unet: dict, compiled: type[Compiled | CompiledBlocks]) -> tuple[int, int]:
+    """Graphs after each size was met once, and after all of them again, with other adapters."""
+    model, bank = banked(family, unet)
     call = unet_call(compiled(model.unet, backend="eager"))
     found = []
     for slot in (1, 2):
         for rows, side, tokens in ((2, 8, 7), (2, 16, 7), (4, 8, 7), (2, 8, 14)):
             x, text = torch.zeros(rows, 4, side, side), torch.zeros(rows, tokens, 64)
-            told = bank.lay_out([((slot, 0.5),)] * rows, "cpu")
+            told = bank.lay_out([((slot, 0.5),)] * rows, "cpu") | added_of(model, rows)
             with torch.no_grad():
                 call(x, torch.ones(rows), text, told)
         found.append(graphs())
@@ -87,11 +106,33 @@ def rounds(family: str, unet: dict, compiled: type[Compiled | CompiledBlocks]) -
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("compiled", [CompiledBlocks, Compiled])
-@pytest.mark.parametrize(("family", "unet"), [("tiny", UNET), ("tiny-dit", DIT)])
+@pytest.mark.parametrize(("family", "unet"), [("tiny", UNET), ("sdxl", XL), ("tiny-dit", DIT)])
 def test_sizes_prompts_and_adapters_that_came_before_compile_nothing(family, unet, compiled):
     first, again = rounds(family, unet, compiled)
     assert first == again > 0
     assert not counters["graph_break"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("compiled", [CompiledBlocks, Compiled])
+@pytest.mark.parametrize(("family", "unet"), [("tiny", UNET), ("sdxl", XL), ("tiny-dit", DIT)])
+def test_batches_within_their_padding_compile_nothing(family, unet, compiled):
+    """As a server packs them: any number of rows, with adapters or not; beyond is new, the control."""
+    model, bank = banked(family, unet)
+    call = padded(unet_call(compiled(model.unet, backend="eager")), (2, 4))
+
+    def step(rows: int, slot: int) -> int:
+        adapters = bank.lay_out([((slot, 0.5),)] * rows, "cpu") if slot else {}
+        given = torch.zeros(rows, 4, 8, 8), torch.ones(rows), torch.zeros(rows, 7, 64)
+        with torch.no_grad():
+            assert len(call(*given, adapters | added_of(model, rows))) == rows
+        return graphs()
+
+    before = [step(rows, slot) for rows in (2, 4) for slot in (0, 1)][-1]
+    assert [step(rows, slot) for rows in (1, 3, 2, 4) for slot in (0, 1, 2)] == [before] * 12
+    assert step(5, 1) > before
+    assert not counters["graph_break"]
+    bank.detach()
 
 
 @pytest.mark.nightly

@@ -23,6 +23,7 @@ from darkroom.sample.backends import open_backend, unet_call
 from darkroom.sample.choice import make_table
 from darkroom.sample.control import ControlledUnet, RowControl
 from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch, Stage
+from darkroom.sample.optimisations import smaller
 from darkroom.sample.optimisations.vae import VaeFront
 from darkroom.serve.engine.batch import padded
 from darkroom.serve.engine.loop import Engine
@@ -175,6 +176,34 @@ def test_differences_as_large_as_layers_are_not_waited_for(model, unet):
         assert watched.waits == []
         assert watched.launched > plain.launched
         assert steady(unet, rows).waits == []
+        for call in (unet, padded(unet, (4, 8))):  # texts of two lengths; batches that are filled up
+            rows = rows_of([table, table], adapters=((1, 1.0),))
+            rows[1].positive = rows[1].negative = Condition(
+                torch.zeros(14, 64, device=CUDA, dtype=torch.bfloat16)
+            )
+            assert first(call, rows).waits == []
+            assert steady(call, rows).waits == []
+        lost = torch.ones(2, 1, dtype=torch.int64, device=CUDA)  # the control: nobody told the numbers
+        with pytest.raises(DataDependentOutputException), bank.applied("unet", lost, lost.float()):
+            pass
+    finally:
+        bank.detach()
+
+
+def test_filled_batches_keep_an_adapter_s_matrices(model, unet):
+    """From step to step: gathered anew they cost two kernels a layer, as in the first."""
+    bank = Bank(model, slots=2, max_rank=4)
+    try:
+        bank.reserve([path for path in bank._known if path.startswith("unet.") and path.endswith("to_q")])
+        table = make_table("ddim", DDIM, STEPS)
+        rows = rows_of([table, table, table], adapters=((1, 1.0), (2, 0.5)))
+        call = padded(unet, (8,))
+        kept = steady(call, rows)
+        assert kept.waits == []
+        assert (
+            kept.launched + 2 * len(bank.layers)
+            <= first(call, rows_of([table] * 3, adapters=((1, 1.0),))).launched
+        )
     finally:
         bank.detach()
 
@@ -270,10 +299,14 @@ def test_nets_of_single_rows_are_not_waited_for(model):
         pytest.param("attention_slicing:1", marks=pytest.mark.nightly),
         pytest.param("unfused_attention", marks=pytest.mark.nightly),
         pytest.param("guidance_interval,vae_slicing,vae_tiling:64", marks=pytest.mark.nightly),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("int8", "int8:weights", "fp8:weights")),
+        pytest.param("offload_model", marks=pytest.mark.nightly),
     ],
 )
-def test_no_step_with_an_optimisation_is_waited_for(model, names):
+def test_no_step_with_an_optimisation_is_waited_for(model, names, monkeypatch):
     """Rows at several steps, so that kept features are of some of them."""
+    monkeypatch.setattr(smaller, "WORTH_QUANTISING", 16 * 16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     backend = open_backend("torch", model, optimise=names)
     table = make_table("ddim", DDIM, 2 * STEPS)
     older, younger = rows_of([table, table]), rows_of([table, table])
@@ -352,8 +385,10 @@ def test_a_server_s_rounds_wait_for_nothing_but_finished_pictures(model):
 
 def test_a_prompt_s_states_are_made_on_the_device(model):
     settings = sample.GenerateSettings(steps=3, size=(32, 32))
-    job = sample.Generation(model, ["a red circle"], settings, open_backend("torch", model, optimise="none"))
-    row = job.row(0)
+    backend = open_backend("torch", model, optimise="none")
+    with Watched() as watched:
+        row = sample.Generation(model, ["a red circle"], settings, backend).row(0)
+    assert watched.waits == []
     assert row.negative is not None
     assert not elsewhere([row.latents_CHW, row.positive.text_LD, row.negative.text_LD], "cuda")
 

@@ -185,6 +185,13 @@ TASKS: dict[str, dict[str, Any]] = {
         "data": {"folder": "x", "resolution": 32},
     },
     "routing": {"task": "pretrain", "model": TINY_DIT, "train": {"routing": {"keep": 0.5, "before": 1}}},
+    "dreambooth lora": {
+        "task": "dreambooth-lora", "model": TINY, "adapter": {"rank": 2},
+        "data": {"instance": "x", "resolution": 32, "prompt": "a"},
+    },
+    "lora sdxl": {"task": "lora", "model": TINY_XL, "adapter": {"rank": 2, "text_encoder": True}},
+    "finetune dit": {"task": "finetune", "model": TINY_DIT},
+    "lora dit": {"task": "lora", "model": TINY_DIT, "adapter": {"rank": 2}},
     "dreambooth sdxl": {
         "task": "dreambooth", "model": TINY_XL,
         "data": {"instance": "x", "resolution": 32, "prompt": "a", "class_prompt": "b"},
@@ -247,6 +254,13 @@ TASKS |= {
         "textual inversion", "distill", "dpo",
     )
 }  # fmt: skip
+TASKS |= {  # as CUDA lays convolutions of itself
+    f"{name}, channels last": _with(name, channels_last=True)
+    for name in (
+        "pretrain sdxl", "autoencoder", "tiny vae", "lora conv dora", "lora loha", "lora on int8", "distill",
+        "text encoder too", "textual inversion",
+    )
+}  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {"train": {"precision": "float32"}},
     "two micro-batches": {"train": {"micro_batch": 2}},
@@ -257,7 +271,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "noise offset": {"objective": {"noise": {"offset": 0.1}}},
     "min-snr": {"objective": {"min_snr_gamma": 5.0}},
     "fused backward": {"optim": {"fused_backward": True, "clip_norm": None}},
-    **{name: {"optim": {"name": name}} for name in ("schedule-free", "muon", "lion", "came", "adamw8bit")},
+    **{
+        name: {"optim": {"name": name}}
+        for name in ("schedule-free", "muon", "lion", "came", "adamw8bit", "adafactor", "prodigy")
+    },
+    "adafactor, fused backward": {
+        "optim": {"name": "adafactor", "fused_backward": True, "clip_norm": None},
+    },
+    "adafactor absolute": {"optim": {"name": "adafactor", "scale_parameter": False}},
     "v, zero terminal SNR": {"objective": {"prediction": "v", "noise": {"zero_terminal_snr": True}}},
     "predicts the picture": {"objective": {"prediction": "sample"}},
     "flow": {"objective": {"prediction": "flow"}},
@@ -282,13 +303,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-WAITING: dict[str, dict[str, Any]] = {name: {"optim": {"name": name}} for name in ("adafactor", "prodigy")}
-"""Optimisers of PyTorch and prodigyopt that ask the device for numbers: a step with them is waited for."""
-
-
 KEPT: list[Made] = []
 """All that were made: torch may crash where tensors of a device from Python are let go."""
-CASES = {**TASKS, **{name: {**TASKS["pretrain"], **way} for name, way in {**WAYS, **WAITING}.items()}}
+CASES = {**TASKS, **{name: {**TASKS["pretrain"], **way} for name, way in WAYS.items()}}
 
 
 def seen(content: dict[str, Any] | Made) -> dict[str, Any]:

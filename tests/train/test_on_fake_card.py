@@ -53,8 +53,7 @@ def test_so_does_every_other_task_and_way_of_training():
 @pytest.mark.nightly
 def test_a_step_that_waits_or_mixes_devices_is_seen():
     """The control."""
-    found = seen("reads a number", "copies and waits", "mixes devices", "adafactor", "prodigy")
-    for name in ("reads a number", "adafactor", "prodigy"):  # docs/gpu.md says so of the two optimisers
-        assert "DataDependentOutputException" in found[name]["error"]
+    found = seen("reads a number", "copies and waits", "mixes devices")
+    assert "DataDependentOutputException" in found["reads a number"]["error"]
     assert "aten::_to_copy" in found["copies and waits"]["waits"][0]
     assert "cpu" in found["mixes devices"]["error"]

@@ -228,6 +228,17 @@ def test_precision_is_chosen_for_a_reason(monkeypatch) -> None:
         choose_precision("fp16", place)
 
 
+def test_fp16_is_refused_where_its_scaler_cannot_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's takes its scale in float64, which many of Intel's GPUs have not; on Apple's it does not."""
+    monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda: True)
+    assert choose_precision("auto", torch.device("xpu"))[0] == "bf16"
+    with pytest.raises(RecipeError, match=r"train.precision: fp16 on xpu: .*float64; use bf16 or auto"):
+        choose_precision("fp16", torch.device("xpu"))
+    monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda: False)
+    assert choose_precision("auto", torch.device("xpu"))[0] == "float32"
+    assert [choose_precision("fp16", torch.device(kind))[0] for kind in ("mps", "cuda")] == ["fp16"] * 2
+
+
 def has(instruction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor with this beside AVX2, whatever this one has."""
     for name in cpu.LIMITS:

@@ -42,6 +42,10 @@ class AcceleratorKind:
     """Whether its allocator keeps the peak."""
     streams: bool = True
     """Whether streams run concurrently, and copies of pinned memory overlap with work."""
+    scaled_adamw: bool = True
+    """Whether PyTorch's fused AdamW divides by `grad_scale` and stands still for `found_inf`."""
+    scaler: bool = True
+    """Whether PyTorch's gradient scaler, without which fp16 does not train, works there."""
     collectives: str | None = None
     """torch.distributed's backend."""
 
@@ -53,13 +57,15 @@ KINDS = {
             "cuda", "NVIDIA", SUBSTITUTED, energy="nvml", tf32=True, graphs=True, collectives="nccl"
         ),
         AcceleratorKind("rocm", "AMD", BELIEVED, graphs=True, collectives="nccl"),
-        AcceleratorKind("xpu", "Intel", SUBSTITUTED, float64=False, collectives="xccl"),
+        AcceleratorKind("xpu", "Intel", SUBSTITUTED, float64=False, collectives="xccl", scaler=False),
         AcceleratorKind(
-            "mps", "Apple", SUBSTITUTED, float64=False, own_memory=False, statistics=False, streams=False
+            "mps", "Apple", SUBSTITUTED, float64=False, own_memory=False, statistics=False, streams=False,
+            scaled_adamw=False,
         ),
     )
-}
-"""ROCm's devices are called cuda in torch, and answer to the same calls."""
+}  # fmt: skip
+"""ROCm's devices are called cuda in torch, and answer to the same calls. Metal's fused AdamW passes both of
+its numbers by until pytorch's change 186360; the scaler computes in float64, but on Apple's."""
 CPU = AcceleratorKind(
     "cpu", "any", RUN, own_memory=False, statistics=False, streams=False, collectives="gloo"
 )
@@ -76,8 +82,9 @@ def kind_of(device: torch.device | str) -> AcceleratorKind:
     if name in ("cpu", "meta"):
         return CPU
     return KINDS.get(name) or AcceleratorKind(
-        name, UNPROVEN, BELIEVED, float64=False, statistics=False, streams=False
-    )
+        name, UNPROVEN, BELIEVED, float64=False, statistics=False, streams=False, scaled_adamw=False,
+        scaler=False,
+    )  # fmt: skip
 
 
 def current() -> torch.device | None:

@@ -355,7 +355,7 @@ class TrainSettings(BaseModel):
         description="compute activations again in the backward pass: less memory, a third more time",
     )
     channels_last: bool | Literal["auto"] = Field(
-        default="auto", description="memory layout of convolutions; auto: as is faster on the device"
+        default="auto", description="memory layout of convolutions; auto: as a pass is faster in"
     )
     compile: Literal["none", "blocks", "whole"] = Field(
         default="none",

@@ -23,6 +23,7 @@ from PIL import Image, ImageFilter
 from darkroom.errors import InputError, MissingExtra, ModelError
 from darkroom.hardware.accelerator import new_tensor
 from darkroom.hardware.system import split_weight
+from darkroom.models.adapters.bank import take_rows
 from darkroom.models.control import ControlNet, Net, read_control
 from darkroom.models.image_prompt import STRENGTH, TOKENS, ImagePrompt
 from darkroom.models.lllite import LITE, LITE_STRENGTH, ControlNetLite
@@ -505,7 +506,7 @@ def _add_residuals(
         torch.stack([control.encoded[i] for _, control, _ in mine]) for i in range(len(mine[0][1].encoded))
     ]
     if net.kind == "controlnet":
-        more = {name: value[places] for name, value in added.items()}
+        more = take_rows(added, places, [place for place, _, _ in mine])
         levels = net.residuals(x[places], t[places], text[places], levels[0], more)
     names = net.names(len(levels))
     scales = new_tensor([control.scales(len(levels)) for _, control, _ in mine], x.device)

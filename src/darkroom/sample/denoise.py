@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from darkroom.hardware.accelerator import new_tensor, to_device
-from darkroom.models.adapters.bank import Choice, lay_out
+from darkroom.models.adapters.bank import Choice, lay_out, take_rows
 from darkroom.sample.solvers import (
     CLIP_RANGE,
     CLIPPED,
@@ -282,10 +282,10 @@ class RunningBatch:
             out = self._call_of(unet)(x_in, timesteps, self._texts[0], self._added)
         else:
             parts = [
-                self._call_of(unet, rows)(
-                    x_in[i], timesteps[i], text, {name: value[i] for name, value in self._added.items()}
+                self._call_of(unet, rows)(x_in[i], timesteps[i], text, added)
+                for i, rows, text, added in zip(
+                    self._members, self._member_rows, self._texts, self._added_parts, strict=True
                 )
-                for i, rows, text in zip(self._members, self._member_rows, self._texts, strict=True)
             ]
             out = torch.cat(parts)[self._places]
         return out if out.dtype == torch.float32 else out.float()
@@ -316,6 +316,9 @@ class RunningBatch:
         }
         places = [*range(len(self.rows)), *guided, *whose]
         self._added |= lay_out([self.rows[i].adapters for i in places], self.device)
+        if len(self._texts) > 1:
+            parts = zip(self._members, self._member_rows, strict=True)
+            self._added_parts = [take_rows(self._added, i, rows) for i, rows in parts]
         extra = self._timesteps_PB[:, new_tensor(places[len(self.rows) :], self.device, torch.int64)]
         self._unet_timesteps = torch.cat([self._timesteps_PB, extra], dim=1)
         rows = [self.rows[i] for i in guided]

@@ -66,6 +66,7 @@ class Pinned:
     version: int | Sequence[int] | None = None  # of each store, where there are several
     rows: int | None = None
     micro_batch: int | None = None
+    channels_last: bool | None = None  # where it was measured
     contents: Contents | None = None
     base: Mapping[str, str] | None = None
     chosen: str | None = None

@@ -245,6 +245,7 @@ class _Launch:
             version,
             store.get("rows"),
             micro,
+            checkpoint.scalars["environment"].get("channels_last") if checkpoint else None,
             contents=store.get("contents"),
             base=ranks.broadcast(lambda: run.environment.get("fingerprints")),
             chosen=store.get("chosen"),

@@ -82,7 +82,7 @@ from darkroom.train.memory import (
 from darkroom.train.model import build_model
 from darkroom.train.objective import Objective, make_objective
 from darkroom.train.scores import Scores
-from darkroom.train.speed import flops_per_image, set_kernels
+from darkroom.train.speed import chosen_layout, flops_per_image, lay_out, set_kernels
 from darkroom.train.step import DTYPES, Step, choose_precision, micro_batches
 from darkroom.train.tasks.autoencoder import Autoencoder
 from darkroom.train.tasks.diffusion import SIZES, Columns, Diffusion, Reading, Task
@@ -174,7 +174,7 @@ def make_job(
     heldout, held_notes = _heldout(task, data, store, held_rows, recipe.evaluate.rows, device)
     calibration = _calibration(task, store, train_rows, side, device)
     one_row = partial(_one_row, task, store, train_rows, device)
-    step, size_notes = _sized_step(task, train, optim, recipe.parallel, one_row, site)
+    step, size_notes, measured = _sized_step(task, train, optim, recipe.parallel, one_row, site)
     notes += [*held_notes, *size_notes]
     order = make_order(train, data, task, store, train_rows)
     foreign = feed is not None and not isinstance(feed, OpenFeed)
@@ -197,7 +197,7 @@ def make_job(
         flops=flops,
         device=device,
         rows=rows_an_epoch(data, store, train_rows),
-        environment=exactness(device, precision, step.micro_batch, ranks),
+        environment=exactness(device, precision, step.micro_batch, ranks) | measured,
         store={"version": versions_of(store), "rows": store.num_rows, "contents": contents, "chosen": chosen},
         base=base,
         heldout=heldout,
@@ -329,14 +329,18 @@ def bare_step(
     ranks: Ranks = ALONE,
     shard: str = "grads",
     reduce: torch.dtype = torch.float32,
+    innermost: bool | None = None,
 ) -> Step:
-    """The step of a task without the loop around it, as `measure` times it and `plan` counts it."""
+    """The step of a task without the loop around it, as `measure` times it and `plan` counts it; convolutions
+    with their channels `innermost`, or as the recipe and the device have it.
+    """
     device = next(next(iter(task.modules.values())).parameters()).device
-    innermost = channels_last(train.channels_last, device.type, sharded=ranks.sharded)
+    if innermost is None:
+        innermost = channels_last(train.channels_last, device.type, sharded=ranks.sharded)
+    if innermost:
+        lay_out(task.modules.values(), innermost=True)
     for module in task.modules.values():
         module.train()
-        if innermost:
-            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if train.gradient_checkpointing:
             _checkpoint_activations(module)
         forget_inputs(module)
@@ -535,8 +539,8 @@ def _sized_step(
     parallel: ParallelSettings,
     one_row: Callable[[], dict[str, Tensor]],
     site: _Site,
-) -> tuple[Step, list[str]]:
-    """The step, with the micro-batch that fits into memory, and notes: why that one, and how it is shared."""
+) -> tuple[Step, list[str], dict[str, bool]]:
+    """The step, with the micro-batch that fits into memory; notes; what was measured that a run keeps."""
     ranks = site.ranks
     micro, why = _micro_batch(task, train, one_row, site)
     if optim.fused_backward and micro < train.global_batch:
@@ -546,6 +550,9 @@ def _sized_step(
             "added up",
             mend=f"set train.global_batch={micro}",
         )
+    innermost, why_layout = ranks.broadcast(
+        lambda: chosen_layout(task, train, site.pinned, site.dtype, one_row, micro, sharded=ranks.sharded)
+    )
     step = bare_step(
         task,
         train=train,
@@ -555,17 +562,18 @@ def _sized_step(
         ranks=ranks,
         shard=parallel.shard,
         reduce=DTYPES[parallel.reduce],
+        innermost=innermost,
     )
     if why.startswith(ESTIMATED) and accelerator.kind_of(site.device).own_memory and not ranks.sharded:
         if optim.fused_backward:
             why = "all at once, for optim.fused_backward"
         else:
             micro, why = try_micro_batches(step, task, train.global_batch, one_row(), ranks)
-    notes = [f"micro-batch {micro} of {train.global_batch}: {why}"]
+    notes = [f"micro-batch {micro} of {train.global_batch}: {why}", *filter(None, [why_layout])]
     if ranks.size > 1:
         share = train.global_batch // ranks.size
         notes.append(f"{ranks.size} processes ({parallel.mode}), {share} pictures a step each")
-    return step, notes
+    return step, notes, {"channels_last": innermost} if why_layout else {}
 
 
 def _micro_batch(

@@ -261,10 +261,15 @@ def _step_seed(seed: int, k: int) -> int:
 
 
 def choose_precision(asked: Precision | Literal["auto"], device: torch.device) -> tuple[Precision, str]:
-    """The precision to compute in, and why; RecipeError for float16 on a CPU."""
+    """The precision to compute in, and why; RecipeError for float16 where it does not train."""
     if asked == "fp16" and device.type == "cpu":
         raise RecipeError(
             "train.precision", "fp16 on a CPU, about five times slower than float32", mend="use bf16 or auto"
         )
     name, why = models.choose_precision(asked, device)
+    if name == "fp16" and not accelerator.kind_of(device).scaler:
+        needs = "PyTorch's gradient scaler needs float64"
+        if asked == "auto":
+            return "float32", f"{why}, and for fp16 {needs}"
+        raise RecipeError("train.precision", f"fp16 on {device.type}: {needs}", mend="use bf16 or auto")
     return cast(Precision, name), why

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 Choice = Sequence[tuple[int, float]]
 """The adapters of one row: pairs of slot and weight."""
 SLOTS, WEIGHTS = "adapter_slots", "adapter_weights"
+"""Their name among the U-Net's other arguments in a batch."""
 HOST = "_numbers_on_the_host"
 """Under which slots on a device keep the same numbers as a list."""
-"""Their name among the U-Net's other arguments in a batch."""
 ROWS = "adapter_rows"
 """Where a U-Net or text encoder keeps its `RowAdapters`."""
 MAX_WEIGHT = 100.0
@@ -671,3 +671,15 @@ def lay_out(choices: Sequence[Choice], device: torch.device | str) -> dict[str, 
         SLOTS: slots_BK,
         WEIGHTS: accelerator.new_tensor([[w for _, w in row] for row in padded], device, torch.float32),
     }
+
+
+def take_rows(
+    added: Mapping[str, torch.Tensor], index: torch.Tensor | slice, rows: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Some rows of a call's further arguments: `index` on the device, `rows` the same numbers on the host, by
+    which the bank knows who has which adapter without asking the device."""
+    found = {name: value[index] for name, value in added.items()}
+    numbers = getattr(added.get(SLOTS), HOST, None)
+    if numbers is not None:
+        setattr(found[SLOTS], HOST, [numbers[i] for i in rows])
+    return found

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from darkroom.models.adapters.bank import take_rows
 from darkroom.models.mapped import cast_opened
 from darkroom.models.quiet import quiet
 from darkroom.sample.denoise import Unet
@@ -176,7 +177,7 @@ def _in_parts(call: Unet, rows: int) -> Unet:
         parts = []
         for start in range(0, len(x), rows):
             some = slice(start, start + rows)
-            more = {name: value[some] for name, value in added.items()}
+            more = take_rows(added, some, range(len(x))[some])
             parts.append(call(x[some], t[some], text[some], more))
         return torch.cat(parts)
 

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from darkroom.hardware.accelerator import new_tensor
+from darkroom.models.adapters.bank import take_rows
 from darkroom.sample.denoise import Owner, Row, Unet
 
 LAYERS = 2
@@ -173,4 +174,4 @@ class FeatureCache:
 def _taken(given: Any, places: list[int]) -> Any:
     x, t, text, added = given
     index = new_tensor(places, x.device)  # a list would be copied anew for each, and waited for
-    return x[index], t[index], text[index], {name: value[index] for name, value in added.items()}
+    return x[index], t[index], text[index], take_rows(added, index, places)

@@ -12,6 +12,7 @@ import torch
 
 from darkroom import sample
 from darkroom.errors import is_out_of_memory
+from darkroom.models.adapters.bank import take_rows
 from darkroom.sample.denoise import Unet
 from darkroom.serve.engine.tickets import GLANCE, Ticket
 
@@ -127,12 +128,36 @@ class Bucket:
                 stepped.failed.append((ticket, alone))
 
 
+@dataclass(frozen=True, repr=False)
+class _Filled:
+    """The conditions of a call, filled up: the same tensors at each step, by which matrices are kept."""
+
+    text_BLD: torch.Tensor
+    added: dict[str, torch.Tensor]
+    index: torch.Tensor
+    text: torch.Tensor
+    more: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, text_BLD: torch.Tensor, added: dict[str, torch.Tensor], size: int) -> _Filled:
+        count = len(text_BLD)
+        with torch.inference_mode(False), torch.no_grad():
+            index = torch.zeros(size, dtype=torch.int64, device=text_BLD.device)
+            index[:count] = torch.arange(count, device=text_BLD.device)
+            more = take_rows(added, index, [i if i < count else 0 for i in range(size)])
+            return cls(text_BLD, added, index, text_BLD[index], more)
+
+
+MOST_FILLED = 4  # texts of several lengths have calls of their own
+
+
 def padded(unet: Unet, sizes: Sequence[int]) -> Unet:
     """A U-Net that is only called with these numbers of rows (and beyond the largest as it comes).
 
     What is compiled or captured for a few batch sizes is then used again. The rows added repeat the first.
     """
     rising = sorted(sizes)
+    laid: list[_Filled] = []
 
     def call(
         x_BCHW: torch.Tensor, t_B: torch.Tensor, text_BLD: torch.Tensor, added: dict[str, torch.Tensor]
@@ -142,9 +167,11 @@ def padded(unet: Unet, sizes: Sequence[int]) -> Unet:
         size = next((size for size in rising if size >= count), count)
         if size == count:
             return unet(x_BCHW, t_B, text_BLD, added)
-        index = torch.zeros(size, dtype=torch.int64, device=x_BCHW.device)
-        index[:count] = torch.arange(count, device=x_BCHW.device)
-        more = {name: value[index] for name, value in added.items()}
-        return unet(x_BCHW[index], t_B[index], text_BLD[index], more)[:count]
+        filled = next((one for one in laid if one.text_BLD is text_BLD and one.added is added), None)
+        if filled is None:
+            filled = _Filled.of(text_BLD, added, size)
+            laid[:] = [filled, *laid[: MOST_FILLED - 1]]  # of the next steps too, until others join or leave
+        index = filled.index
+        return unet(x_BCHW[index], t_B[index], filled.text, filled.more)[:count]
 
     return call

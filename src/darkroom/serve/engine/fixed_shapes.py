@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from darkroom.errors import InputError
-from darkroom.models.adapters.bank import SLOTS, WEIGHTS
+from darkroom.models.adapters.bank import HOST, SLOTS, WEIGHTS, take_rows
 from darkroom.sample.backends.backend import Decode
 from darkroom.sample.denoise import Unet
 
@@ -211,7 +211,7 @@ class FixedShapes:
             count = min(rows, len(text_BLD) - start)
             index = torch.full((rows,), start, dtype=torch.int64, device=text_BLD.device)
             index[:count] += torch.arange(count, device=text_BLD.device)
-            more = {name: value[index] for name, value in added.items()}
+            more = take_rows(added, index, [start + i if i < count else start for i in range(rows)])
             yield _Part(index, count, text_BLD[index], more)
             start += count
 
@@ -221,7 +221,11 @@ class FixedShapes:
         if SLOTS not in added:
             return added
         missing = self._adapters - added[SLOTS].shape[1]
-        return added | {name: torch.nn.functional.pad(added[name], (0, missing)) for name in (SLOTS, WEIGHTS)}
+        wide = {name: torch.nn.functional.pad(added[name], (0, missing)) for name in (SLOTS, WEIGHTS)}
+        numbers = getattr(added[SLOTS], HOST, None)
+        if numbers is not None:
+            setattr(wide[SLOTS], HOST, [[*row, *[0] * missing] for row in numbers])
+        return added | wide
 
     def _allowed_for(
         self, x_BCHW: torch.Tensor, t_B: torch.Tensor, text_BLD: torch.Tensor, added: dict[str, torch.Tensor]
