@@ -220,7 +220,7 @@ def test_at_most_a_third_of_the_queue_is_held(clock):
 
 
 def overload(clock, share: float, seconds: float = 40.0) -> tuple[int, int]:
-    """How many of those who waited `Retry-After` out were let in, and how many were not, at four times the load.
+    """How many who waited `Retry-After` out were let in, and how many were not, at four times the load.
 
     Five pictures a second are drawn, eight at a time; a share of the refused comes back.
     """

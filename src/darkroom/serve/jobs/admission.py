@@ -729,7 +729,7 @@ class Intake:
     def _promised(self, amount: Callable[[Reservation], float], key: str | None) -> float:
         """What is promised to those still to come, by the share that came of late.
 
-        Of each key at most `PROMISED` of its queues: who asks in vain again and again delays others by no more.
+        Of each key at most `PROMISED` of its queues: who asks in vain for ever delays others by no more.
         """
         self._forget()
         now_s, pictures, amounts = time.monotonic(), Counter[str](), defaultdict[str, float](float)
