@@ -52,7 +52,7 @@ with contextlib.ExitStack() as imports:
         imports.enter_context(contextlib.redirect_stderr(io.StringIO()))  # a line a module
         imports.enter_context(atheris.instrument_imports(include=MEASURED))
     importlib.import_module("targets")
-from targets import GROWN, MOST_S, TARGETS, check, corpus, inputs  # noqa: E402
+from targets import GROWN, MOST_S, TARGETS, check, corpus, inputs, packed  # noqa: E402
 
 SLICE_S, MOST_BYTES, GOAL = 20.0, 4 * 2**30, 10_000_000
 MOST_ALARMS = 30
@@ -214,15 +214,6 @@ def _grow(name: str, seed: int, reads: Any, seeds: Path, grown: Path) -> None:
 
     atheris.Setup([sys.argv[0], *words], one)
     atheris.Fuzz()
-
-
-def packed(name: str) -> list[bytes]:
-    """Inputs of earlier goes that reached other branches than those before them."""
-    file = GROWN / f"{name}.zip"
-    if not file.exists():
-        return []
-    with zipfile.ZipFile(file) as archive:
-        return [archive.read(member) for member in archive.infolist()]
 
 
 def pack(grown: Path) -> None:

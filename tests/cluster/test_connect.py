@@ -188,3 +188,23 @@ def test_a_start_that_takes_too_long_is_one_line():
     assert str(told).startswith("Ray did not start on this machine within the time that it allows")
     assert "\n" not in str(told)
     assert _too_slow(ValueError("another mistake")) is None
+
+
+@pytest.mark.nightly
+def test_the_driver_imports_no_models_that_only_its_workers_need(tmp_path):
+    """It had imported all of diffusers and transformers before it looked whether there is a cluster."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("task: pretrain\nmodel: {base: tiny}\ndata: {store: none.lance, resolution: 32}\n")
+    words = ["darkroom", "train", str(recipe), "--engine", "ray", "--ray-address", "127.0.0.1:1"]
+    code = f"""
+import sys
+from darkroom.cli.application import app
+from darkroom.errors import InputError
+sys.argv = {words!r}
+try:
+    app(standalone_mode=False)
+except InputError as error:
+    print(str(error)[:36], [name for name in ("ray", "diffusers", "transformers") if name in sys.modules])
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert ran.stdout.strip() == "no Ray cluster answers at 127.0.0.1:1"[:36] + " ['ray']", ran.stderr

@@ -284,3 +284,12 @@ def inputs(name: str, seed: int, more: Sequence[bytes] = ()) -> Iterator[bytes]:
 def corpus(name: str) -> list[bytes]:
     """Inputs that were found before."""
     return [file.read_bytes() for file in sorted((CORPUS / name).glob("*"))]
+
+
+def packed(name: str) -> list[bytes]:
+    """Inputs of earlier goes that reached other branches than those before them."""
+    file = GROWN / f"{name}.zip"
+    if not file.exists():
+        return []
+    with zipfile.ZipFile(file) as archive:
+        return [archive.read(member) for member in archive.infolist()]

@@ -10,7 +10,8 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from targets import TARGETS, Target, check, corpus, inputs
+import targets
+from targets import TARGETS, Target, check, corpus, inputs, packed
 
 SHORT = {"recipe": 60, "override": 60, "credentials": 40}
 NIGHTLY = int(os.environ.get("FUZZ_INPUTS", "20000"))
@@ -43,6 +44,29 @@ def test_what_was_found_before_stays_mended(name, tmp_path):
         finally:
             tracemalloc.stop()
         assert most_bytes < 2**28
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_coverage_led_to_is_read_or_refused(name, tmp_path):
+    found = packed(name)
+    assert found
+    for content in found:
+        check(name, content, tmp_path)
+
+
+def test_a_corpus_is_packed_by_size_with_what_was_there(fuzz, tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzz, "GROWN", tmp_path / "grown")
+    monkeypatch.setattr(targets, "GROWN", tmp_path / "grown")
+    monkeypatch.setattr(fuzz, "PACKED", 8)
+    (tmp_path / "zip").mkdir()
+    for content in (b"bb", b"a", b"cccc", b"ddddd"):
+        (tmp_path / "zip" / content.decode()).write_bytes(content)
+    fuzz.pack(tmp_path)
+    first = (tmp_path / "grown" / "zip.zip").read_bytes()
+    assert packed("zip") == [b"a", b"bb", b"cccc"]
+    fuzz.pack(tmp_path)
+    assert (tmp_path / "grown" / "zip.zip").read_bytes() == first
+    assert packed("tar") == []
 
 
 def test_a_reader_that_crashes_is_found(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
@@ -65,6 +66,33 @@ def test_another_s_key_does_not_verify(keys, model, tmp_path):
     signing.make_key(tmp_path / "other.pem")
     signing.sign(model, keys[0])
     assert not signing.verify_signature(model, tmp_path / "other.pub.pem").ok
+
+
+def _changed(bundle: dict) -> None:
+    content = base64.b64decode(bundle["dsseEnvelope"]["payload"]).replace(b"sha256", b"sha512")
+    bundle["dsseEnvelope"]["payload"] = base64.b64encode(content).decode()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_changed, "not by this key, or was changed"),
+        (lambda bundle: bundle["dsseEnvelope"]["signatures"][0].update(sig="AAAA"), "not by this key"),
+        (lambda bundle: bundle["dsseEnvelope"].update(signatures=[]), "no signature that can be read"),
+        (lambda bundle: bundle.clear(), "no signature that can be read"),
+        ("[" * 100_000, "no signature that can be read"),
+        ("[]", "no signature that can be read"),
+    ],
+)
+def test_a_changed_signature_is_a_finding_and_no_traceback(keys, model, change, why):
+    private, public = keys
+    file = signing.sign(model, private)
+    bundle = json.loads(file.read_text())
+    if callable(change):
+        change(bundle)
+    file.write_text(change if isinstance(change, str) else json.dumps(bundle))
+    [problem] = signing.verify_signature(model, public).problems
+    assert why in problem
 
 
 def test_an_adapter_s_file_is_signed_beside_it_and_verify_tells(keys, tmp_path):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import io
+import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -206,7 +209,7 @@ def test_a_promised_place_is_not_held_for_ever(clock):
     assert let_in(intake, pool, "newcomer") is None
 
 
-def test_at_most_a_quarter_of_the_queue_is_held(clock):
+def test_at_most_a_third_of_the_queue_is_held(clock):
     intake, pool = Intake(Limits(queue=8, queue_per_key=8)), Pool(8)
     for digest in "abcdefgh":
         assert let_in(intake, pool, digest) is not None
@@ -214,6 +217,56 @@ def test_at_most_a_quarter_of_the_queue_is_held(clock):
     for waits, refused in ((6, True), (5, False)):
         pool.waits = waits
         assert (let_in(intake, pool, "newcomer") is not None) == refused
+
+
+def overload(clock, share: float, seconds: float = 40.0) -> tuple[int, int]:
+    """How many who waited `Retry-After` out were let in, and how many were not, at four times the load.
+
+    Five pictures a second are drawn, eight at a time; a share of the refused comes back.
+    """
+    draw, pool = random.Random(3), Pool(0)
+    intake = Intake(Limits(queue=64, queue_per_key=64))
+    pool.admissions = lambda: [Admission("a", 1.0, (i // 8 + 1) * 1.6) for i in range(pool.waits)]
+    start_s = clock[0]
+    events = [(start_s + i * 1.6, "drawn", "") for i in range(int(seconds / 1.6))]
+    events += [(start_s + i / 20, "new", str(i)) for i in range(int(seconds * 20))]
+    heapq.heapify(events)
+    came = Counter()
+    while events and events[0][0] < start_s + seconds:
+        clock[0], kind, digest = heapq.heappop(events)
+        if kind == "drawn":
+            pool.waits -= min(8, pool.waits)
+            continue
+        try:
+            intake.check_room(pool, "a", 1, None, digest)
+        except Refused as refused:
+            came[kind, False] += 1
+            if kind == "new" and draw.random() < share:
+                after_s = int(refused.headers["Retry-After"])
+                heapq.heappush(events, (clock[0] + after_s, "again", digest))
+        else:
+            intake.kept("a", digest)
+            came[kind, True] += 1
+            pool.waits += 1
+    return came["again", True], came["again", False]
+
+
+def test_retry_after_is_true_at_four_times_the_load(clock):
+    """26 of 100 had been let in: newcomers took each place that freed up."""
+    true, false = overload(clock, 0.2)
+    assert true > 50
+    assert true >= 0.95 * (true + false)
+
+
+def test_a_client_that_asks_in_vain_delays_others_by_a_few_queues_at_most(clock):
+    intake, pool = Intake(Limits(queue=64, queue_per_key=8)), Pool(64)
+    pool.admissions = lambda: [Admission("a", 1.0, i + 1.0) for i in range(64)]
+    for i in range(3000):
+        assert let_in(intake, pool, str(i)) is not None
+    assert len(intake._line) <= 1024
+    with pytest.raises(Refused) as caught:
+        intake.check_room(pool, "another", 1, None, "x")
+    assert 64 < caught.value.retry_after_s <= 64 + 8 * 8 + 1
 
 
 @pytest.mark.nightly

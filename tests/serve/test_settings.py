@@ -14,9 +14,10 @@ from PIL import Image
 from darkroom.cli import serving
 from darkroom.cli.application import app
 from darkroom.errors import InputError
+from darkroom.serve import process
 from darkroom.serve.api.guard import make_key
 from darkroom.serve.engine.fairness import Entry, FairQueue
-from darkroom.serve.settings import KeyLimits, Limits, VertexRoutes
+from darkroom.serve.settings import KeyLimits, Limits, ServeSettings, VertexRoutes
 
 BODY = {"prompt": "a red circle", "steps": 3, "seed": 3}
 NOTHING_SAID = dict.fromkeys(
@@ -47,6 +48,15 @@ def test_bounds_come_from_the_file_then_limit_then_options_of_their_own(tmp_path
         ("colour: 3", "limit colour"),
         ("- 3", "NAME: VALUE"),
         ("a: [", "no YAML"),
+        ("queeu: 8", "limit queeu: there is no such limit.*write queue"),
+        ("keys: {a: {pictures_a_day: 1}}", "keys.a.pictures_a_day: there is no such limit.*pictures_per_day"),
+        ("queue: 8\nqueue: 9", "given twice"),  # the last had won
+        ("queue: yes", "limit queue: True was given"),  # it had been 1
+        ("keys: {a: {share: on}}", "limit share: True was given"),
+        ("queue: 010", "010"),  # it had been 8
+        ("queue_s: .inf", "limit queue_s: Input should be a finite number"),
+        ("head_s: 1e400", "limit head_s: Input should be a finite number"),
+        ("{" * 3000, "nested deeper"),  # it had been a traceback
     ],
 )
 def test_a_limits_file_with_a_mistake_is_refused_in_one_line(tmp_path, text, why):
@@ -55,6 +65,19 @@ def test_a_limits_file_with_a_mistake_is_refused_in_one_line(tmp_path, text, why
     with pytest.raises(InputError, match=why) as error:
         said(limits=file)
     assert "\n" not in str(error.value)
+
+
+def test_limits_for_a_key_that_there_is_not_are_named_at_the_start(tmp_path, monkeypatch):
+    """A name mistyped left a key without its quota, and nothing said so."""
+    make_key(tmp_path / "keys.txt", "alice")
+    bounds = Limits(keys={"alice": KeyLimits(share=2), "alcie": KeyLimits(pictures_per_day=3)})
+    monkeypatch.setattr(process, "_listen", lambda *_: pytest.exit("far enough"))
+    lines = []
+    monkeypatch.setattr(process.LOG, "warning", lambda line, *of: lines.append(line % of))
+    settings = {"model": "tiny", "state": tmp_path / "state", "key_file": tmp_path / "keys.txt"}
+    with pytest.raises(pytest.exit.Exception, match="far enough"):
+        process.run(ServeSettings(**settings, limits=bounds))
+    assert lines == ["limits for key 'alcie': there is no key of that name"]
 
 
 def test_a_limit_that_there_is_not_is_refused_with_those_there_are():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from darkroom.cli.application import PROVENANCE_HELP, app
 from darkroom.cli.groups import OptionsOf, grouped
 from darkroom.errors import InputError
 from darkroom.hardware.system import read_typed
-from darkroom.serve.settings import Limits, ServeSettings
+from darkroom.serve.settings import KeyLimits, Limits, ServeSettings
 
 if TYPE_CHECKING:
     from darkroom.cluster.serve import Replicas
@@ -235,23 +236,35 @@ def _limits(said: dict[str, Any]) -> Limits:
         return Limits.model_validate(limits)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InputError(
-            f"limit {where}: {first['msg']}", allowed="as docs/serving.md lists them, under Limits"
-        ) from error
+        where, why = ".".join(str(part) for part in first["loc"]), first["msg"]
+        mend = None
+        if first["type"] == "extra_forbidden":
+            fields = KeyLimits.model_fields if len(first["loc"]) > 1 else Limits.model_fields
+            near = difflib.get_close_matches(str(first["loc"][-1]), fields, 1)
+            why, mend = "there is no such limit", f"write {near[0]}" if near else None
+        allowed = "as docs/serving.md lists them, under Limits"
+        raise InputError(f"limit {where}: {why}", allowed=allowed, mend=mend) from error
 
 
 def _limits_file(path: Path) -> dict[str, Any]:
     import yaml
 
+    from darkroom.recipe.read import parse_yaml
+
     try:
-        content = yaml.safe_load(read_typed(path))
+        content = parse_yaml(read_typed(path))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--limits '{path}' cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise InputError(f"--limits '{path}' is no YAML: {str(error).splitlines()[0]}") from error
+        raise InputError(f"--limits '{path}' is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise InputError(f"--limits '{path}'", allowed="NAME: VALUE lines, and keys: with limits by key")
+    for name, value in content.items():
+        of_keys = value.items() if name == "keys" and isinstance(value, dict) else ()
+        within = [item for key, own in of_keys if isinstance(own, dict) for item in own.items()]
+        for limit, given in ((name, value), *within):
+            if isinstance(given, bool):  # which pydantic takes for 0 or 1
+                raise InputError(f"limit {limit}: {given} was given", allowed="a number")
     return content
 
 

@@ -131,13 +131,9 @@ def train(
                 "--plan with --from", mend="write the recipe first: darkroom recipe --from kohya"
             )
         return plan_here(recipe, overrides or [], as_json)
-    from darkroom.plan.ask import estimate_run
     from darkroom.recipe.read import read_sweep
-    from darkroom.train.checks import check_settings
-    from darkroom.train.distributed.ranks import is_first, launch, num_processes, starts_processes
-    from darkroom.train.run import sweep
-    from darkroom.train.run import train as run
 
+    # What starts the processes that train does not itself import what they need.
     place, say = out or Path("runs") / recipe.stem, console(as_json)
     recipes = read_sweep(recipe, overrides or [], of=of)
     if engine not in ("auto", "local", "torchrun", "ray"):
@@ -151,6 +147,9 @@ def train(
         made = train_on_ray(recipes[0][1], out=place, placement=placement, resume=resume, console=say)
         return _show_run(made, as_json)
     on_ray.check_engine(engine)
+    from darkroom.train.checks import check_settings
+    from darkroom.train.distributed.ranks import is_first, launch, num_processes, starts_processes
+
     if engine != "local" and starts_processes(recipes[0][1].parallel):
         count = num_processes(recipes[0][1].parallel)
         if not recipes[0][1].phases:
@@ -159,6 +158,10 @@ def train(
         arguments += [] if of is None else ["--from", of]
         flags = [flag for flag, is_set in (("--json", as_json), ("--plan-first", plan_first)) if is_set]
         return launch([*arguments, "--engine", "local", *flags], count)
+    from darkroom.plan.ask import estimate_run
+    from darkroom.train.run import sweep
+    from darkroom.train.run import train as run
+
     estimate = partial(estimate_run, count=plan_first)
     if len(recipes) > 1:
         tried = sweep(recipes, out=place, resume=resume, estimate=estimate, console=say, whole_process=True)

@@ -100,6 +100,7 @@ def verify_signature(path: Path, key: Path | None) -> SignatureCheck:
     if key is None:
         raise InputError(f"'{path}': whose signature?", mend="--trust FILE, the signer's public key (PEM)")
     _need()
+    from cryptography.exceptions import InvalidSignature
     from model_signing import hashing, verifying
 
     check = SignatureCheck(str(path), str(made), _read_key(key, private=False, option="--trust"))
@@ -107,6 +108,10 @@ def verify_signature(path: Path, key: Path | None) -> SignatureCheck:
     config = verifying.Config().set_hashing_config(hashed).use_elliptic_key_verifier(public_key=key)
     try:
         config.verify(path.absolute(), made)
+    except InvalidSignature:
+        check.problems = ["the signature is not by this key, or was changed"]
+    except (LookupError, TypeError, RecursionError) as error:  # of the library's reader
+        check.problems = [f"'{made.name}' is no signature that can be read: {type(error).__name__}"]
     except ValueError as error:
         check.problems = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no match"]
     return check

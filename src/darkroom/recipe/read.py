@@ -65,7 +65,7 @@ def read_sweep(
     for chosen in itertools.product(*choices):
         apart = [one for one, all_ in zip(chosen, choices, strict=True) if len(all_) > 1]
         pairs = (one.partition("=") for one in apart)
-        settings = {key: _parsed(value) for key, _, value in pairs}
+        settings = {key: parse_yaml(value) for key, _, value in pairs}
         made = make_recipe(content, chosen, source=str(path))
         made._derived = (*notes, *made.derived)
         found.append((settings, made))
@@ -259,8 +259,11 @@ class _Loader(yaml.SafeLoader):
             raise _wrong(f"{_shown(node.value)} is no {kind}", node.start_mark) from error
 
 
-def _parsed(text: str) -> Any:
-    """What YAML says; YAMLError where it is wrong, or larger than any recipe."""
+def parse_yaml(text: str) -> Any:
+    """What YAML says.
+
+    YAMLError where it is wrong, ambiguous (a key given twice, 010), or larger than any recipe.
+    """
     _check_size(text)
     return yaml.load(text, Loader=_Loader)
 
@@ -313,7 +316,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if (size := path.stat().st_size) > MAX_BYTES:
         raise RecipeError(str(path), f"{size:,} bytes", allowed=f"a recipe of at most {MAX_BYTES:,} bytes")
     try:
-        content = _parsed(read_typed(path))
+        content = parse_yaml(read_typed(path))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(str(path), f"not readable as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
@@ -340,7 +343,7 @@ def _override(content: dict[str, Any], override: str) -> list[str]:
             raise RecipeError(path, f"'{key}' holds a value, so it has no '{last}'")
         content = inner
     try:
-        content[last] = value.strip() if _is_literal(path, value) else _parsed(value)
+        content[last] = value.strip() if _is_literal(path, value) else parse_yaml(value)
     except yaml.YAMLError as error:
         why = getattr(error, "problem", None) or "no YAML"
         raise RecipeError(_shown(path)[1:-1], f"not readable as YAML: {_shown(value)}: {why}") from error

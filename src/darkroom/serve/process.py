@@ -41,6 +41,8 @@ def run(settings: ServeSettings) -> None:
             f"--host {settings.host} can be reached from elsewhere",
             mend="give --api-key-file (made with --make-key), or serve on 127.0.0.1",
         )
+    for name in sorted(settings.limits.keys.keys() - (set() if keys is None else keys.names)):
+        LOG.warning("limits for key '%s': there is no key of that name", name)
     listening = _listen(settings.host, settings.port)
     core = Core(settings)
     if settings.metrics_port is not None:

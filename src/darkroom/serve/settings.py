@@ -58,7 +58,7 @@ class VertexRoutes(BaseModel):
 class KeyLimits(BaseModel):
     """The bounds of one key; None: as `Limits` has it for every key."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     rate_per_minute: float | None = Field(None, gt=0, description="new jobs")
     queue: int | None = Field(None, ge=1, description="pictures waiting")
@@ -69,7 +69,7 @@ class KeyLimits(BaseModel):
 class Limits(BaseModel):
     """The bounds of a server. What is over one is refused at once, with the field's name."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     body_bytes: int = Field(16 * 2**20, ge=1024, description="of one request's body")
     bodies_bytes: int = Field(512 * 2**20, ge=1024, description="of the bodies of all requests under way")

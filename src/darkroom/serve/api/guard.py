@@ -542,9 +542,14 @@ class Keys:
             )
 
     @property
+    def names(self) -> set[str]:
+        """Of all keys."""
+        return {name for name, _, _ in self._lines}
+
+    @property
     def several(self) -> bool:
         """Whether there are keys of more than one name."""
-        return len({name for name, _, _ in self._lines}) > 1
+        return len(self.names) > 1
 
     def name_of(self, given: str) -> str | None:
         """The name of a key, None if it is none. Takes the same time whichever it is."""

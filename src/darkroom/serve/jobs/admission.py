@@ -11,7 +11,7 @@ import math
 import re
 import time
 import warnings
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
@@ -583,10 +583,14 @@ def over_quota(error: OverQuota, key: str) -> Refused:
 
 UNMEASURED_S = 5.0
 """When to come again, before the first step has been measured."""
-HELD = 4
+HELD = 3
 """Of the queue, one part in so many is held for those whose `Retry-After` is over: newcomers would have taken
 each place that frees up before them."""
-EARLY_S, LATE_S = 0.5, 5.0
+MOST_PROMISES, PROMISED = 1024, 8
+"""Promises kept in mind; and of each key, how many of its queues count for what others are told."""
+RETURN_WEIGHT = 0.1
+"""Of the latest promise in the share of those that were taken up."""
+EARLY_S, LATE_S = 0.5, 3.0
 """How long before and after the time that they were given."""
 
 
@@ -614,6 +618,7 @@ class Intake:
         self._reserved: Counter[str] = Counter()
         self._reserved_bytes = 0
         self._line: list[Reservation] = []
+        self._return_share = 1.0
 
     def check_rate(self, key: str, jobs: int = 1) -> None:
         """429 where the key comes too often."""
@@ -703,10 +708,9 @@ class Intake:
         return self._limits.of_key(key).queue or self._limits.queue_per_key
 
     def _promise(self, line: Reservation) -> None:
-        """Of each key no more than may wait: who asks in vain again and again delays nobody else."""
         self.kept(line.key, line.digest)  # it came, though in vain
-        if sum(one.num for one in self._promised(line.key)) + line.num <= self._queue_of(line.key):
-            self._line.append(line)
+        self._line.append(line)
+        self._forget()
 
     def kept(self, key: str, digest: str | None) -> None:
         """A request that was refused before has come again: its place is no longer held."""
@@ -714,12 +718,32 @@ class Intake:
         for one in self._line:
             if one.is_due(now_s) and (one.key, one.digest) == (key, digest):
                 self._line.remove(one)
+                self._return_share += RETURN_WEIGHT * (1 - self._return_share)
                 return
 
-    def _promised(self, key: str | None) -> list[Reservation]:
+    def _forget(self) -> None:
+        """Those who did not come, and where they are too many, those who were refused first."""
         now_s = time.monotonic()
-        self._line = [one for one in self._line if one.until_s + LATE_S > now_s]
-        return [one for one in self._line if one.until_s > now_s and key in (None, one.key)]
+        there = [one for one in self._line if one.until_s + LATE_S > now_s]
+        for _ in range(len(self._line) - len(there)):
+            self._return_share -= RETURN_WEIGHT * self._return_share
+        self._line = there[-MOST_PROMISES:]
+
+    def _promised(self, amount: Callable[[Reservation], float], key: str | None) -> float:
+        """What is promised to those still to come, by the share that came of late.
+
+        Of each key at most `PROMISED` of its queues: who asks in vain for ever delays others by no more.
+        """
+        self._forget()
+        now_s, pictures, amounts = time.monotonic(), Counter[str](), defaultdict[str, float](float)
+        for one in self._line:
+            if one.until_s > now_s and key in (None, one.key):
+                pictures[one.key] += one.num
+                amounts[one.key] += amount(one)
+        return sum(
+            amounts[of] * min(self._return_share, PROMISED * self._queue_of(of) / num)
+            for of, num in pictures.items()
+        )
 
     def _due(self, key: str | None) -> list[Reservation]:
         now_s = time.monotonic()
@@ -733,14 +757,14 @@ class Intake:
         times = [one.after_s for one in pool.admissions() if key is None or one.key == key]
         if not times:
             return UNMEASURED_S
-        num += sum(one.num for one in self._promised(key))
+        num += math.ceil(self._promised(lambda one: one.num, key))
         beyond = max(0, num - len(times))  # who was promised a place will wait as well
         return times[min(num, len(times)) - 1] + beyond * times[-1] / len(times)
 
     def _work_gone_s(self, pool: ModelPool, work: float, key: str | None) -> float:
         """When so much of the waiting work will have been admitted, and what was promised before."""
         admissions = [one for one in pool.admissions() if key is None or one.key == key]
-        work += sum(one.cost for one in self._promised(key))
+        work += self._promised(lambda one: one.cost, key)
         for one in admissions:
             work -= one.cost
             if work <= 0:

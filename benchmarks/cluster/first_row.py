@@ -1,0 +1,110 @@
+"""How long until a local Ray's training writes its first row, and a cluster that is not there is named.
+
+    python benchmarks/cluster/first_row.py --rounds 3
+
+One JSON line for each of: `local` (no Ray), `ray` (a Ray that darkroom starts), `unreachable` (an address of
+this machine where nobody answers, and one of TEST-NET-2 that no packet comes back from). `wall_s` is from the
+start of the process to the first row of metrics.jsonl, or to its end where there is no cluster; `cpu_s` is
+what all processes used that were started meanwhile, Ray's among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from PIL import Image
+
+RECIPE = """task: pretrain
+model: {base: tiny}
+data: {store: pictures.lance, resolution: 32, encode: inline}
+train: {steps: 3, global_batch: 4, micro_batch: 4}
+"""
+DARKROOM = (sys.executable, "-m", "darkroom")
+NOBODY = ("127.0.0.1:9", "198.51.100.1:6379")
+LOOK_S = 0.05
+
+
+def prepared(folder: Path) -> Path:
+    """A store of 16 pictures and a recipe of three steps."""
+    (folder / "pictures").mkdir()
+    for i in range(16):
+        Image.effect_noise((32, 32), 80).convert("RGB").save(folder / "pictures" / f"{i}.png")
+        (folder / "pictures" / f"{i}.txt").write_text("noise")
+    subprocess.run([*DARKROOM, "import", "pictures", "pictures.lance"], cwd=folder, check=True)
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    return recipe
+
+
+def cpu_since(start_s: float) -> float:
+    """CPU-seconds of all processes that began since then and are there still."""
+    spent = 0.0
+    for process in psutil.process_iter(["create_time", "cpu_times"]):
+        if (process.info["create_time"] or 0) >= start_s and process.info["cpu_times"] is not None:
+            spent += sum(process.info["cpu_times"][:2])
+    return spent
+
+
+def first_row(recipe: Path, out: Path, *more: str) -> tuple[float, float]:
+    """Wall and CPU-seconds until there is a row; the run then goes on to its end."""
+    start_s = time.time()
+    words = [*DARKROOM, "train", str(recipe), "--out", str(out), *more]
+    process = subprocess.Popen(words, cwd=recipe.parent, stdout=subprocess.DEVNULL)
+    rows = out / "metrics.jsonl"
+    while not (rows.exists() and rows.stat().st_size) and process.poll() is None:
+        time.sleep(LOOK_S)
+    found = time.time() - start_s, cpu_since(start_s)
+    if process.wait():
+        raise SystemExit(f"training ended with {process.returncode}")
+    return found
+
+
+def named(recipe: Path, out: Path, address: str) -> tuple[float, float]:
+    """The same until a cluster that is not there is named, with exit code 2."""
+    start_s, before = time.time(), sum(os.times()[2:4])
+    words = [*DARKROOM, "train", str(recipe), "--out", str(out), "--engine", "ray", "--ray-address", address]
+    ended = subprocess.run(words, cwd=recipe.parent, capture_output=True, check=False)
+    if ended.returncode != 2:
+        raise SystemExit(f"exit code {ended.returncode}: {ended.stderr.decode()[-500:]}")
+    return time.time() - start_s, sum(os.times()[2:4]) - before
+
+
+def cases(recipe: Path, out: Path) -> Iterator[tuple[str, tuple[float, float]]]:
+    """One round."""
+    yield "local", first_row(recipe, out / "local")
+    yield "ray", first_row(recipe, out / "ray", "--engine", "ray", "--ray-address", "local")
+    for address in NOBODY:
+        yield f"unreachable {address}", named(recipe, out / "none", address)
+
+
+def main() -> None:
+    """Medians over rounds."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    chosen = parser.parse_args()
+    seen: dict[str, list[tuple[float, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = prepared(Path(folder))
+        for i in range(chosen.rounds):
+            for name, found in cases(recipe, Path(folder) / f"round-{i}"):
+                seen.setdefault(name, []).append(found)
+    for name, all_found in seen.items():
+        wall_s, cpu_s = (round(statistics.median(column), 1) for column in zip(*all_found, strict=True))
+        rows = {"benchmark": "first-row", "case": name, "rounds": len(all_found), "wall_s": wall_s}
+        print(json.dumps({**rows, "cpu_s": cpu_s, "load": round(os.getloadavg()[0], 1)}))
+
+
+if __name__ == "__main__":
+    main()
