@@ -437,6 +437,16 @@ def test_a_net_in_inpainting_is_diffusers(
         assert differs(Control(folder, picture(2), 0.0)) > 1e-2
 
 
+def test_a_picture_of_another_shape_is_stretched_with_a_note(tiny: Model, tmp_path: Path) -> None:
+    folder, notes = saved(net_of(tiny), tmp_path / "net"), list[str]()
+    wide = picture().resize((64, 32))
+    made = drawn(tiny, controls=[Control(folder, wide)], notice=notes.append)
+    assert notes == ["the picture of controlnet 'net' is 64x32: stretched to the shape of 32x32"]
+    stretched = wide.resize(SIZE, Image.Resampling.LANCZOS)
+    assert apart(made, drawn(tiny, controls=[Control(folder, stretched)], notice=notes.append)) == 0
+    assert len(notes) == 1
+
+
 def test_masks_of_controls_that_cannot_be(tiny: Model, tmp_path: Path) -> None:
     folder = saved(net_of(tiny), tmp_path / "net")
     sketch = saved(adapter_of(tiny), tmp_path / "sketch")

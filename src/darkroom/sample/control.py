@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 MAX_CONTROLS = 8
 MAX_WEIGHT = 10.0
+SAME_SHAPE = 0.05
+"""How far a control picture's sides may be from the shape that is drawn before that is said."""
 CANNY_LOW, CANNY_HIGH = 100, 200
 SOFT_FEATURES = (0.25, 0.62, 0.825, 1.0)
 """Of a T2I-Adapter's levels, as A1111's ControlNet extension has them; of a ControlNet's they rise evenly
@@ -287,6 +289,16 @@ class Controls:
         ]
         masks = [None if mask is None else part(mask) for mask in self.masks]
         return Controls(self.controls, self.nets, images, masks)
+
+    def notes(self, size: tuple[int, int]) -> list[str]:
+        """That pictures of another shape than those drawn (width, height) are stretched, as in diffusers."""
+        return [
+            f"the picture of {net.kind} '{net.name}' is {image.width}x{image.height}: stretched to the shape "
+            f"of {size[0]}x{size[1]}"
+            for net, image in zip(self.nets, self.images, strict=True)
+            if not isinstance(net, ImagePrompt)
+            and not math.isclose(image.width * size[1], image.height * size[0], rel_tol=SAME_SHAPE)
+        ]
 
     def to(self, backend: Backend) -> None:
         """Bring the nets to where the backend computes. InputError where it cannot add residuals."""
