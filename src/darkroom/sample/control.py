@@ -307,6 +307,7 @@ class Controls:
         check_backend(backend)
         for net in self.nets:
             net.to(backend.device, backend.dtype)
+            make_alike(net, backend.optimised)
 
     def at(self, size: tuple[int, int], latent_shape: tuple[int, int, int]) -> tuple[RowControl, ...]:
         """For rows of pictures of a size (width, height); encoded once, however many rows there are."""
@@ -382,6 +383,14 @@ def _made_at_size(control: Control, net: Net) -> bool:
     """Whether a map is made once the picture has the size that is drawn: lines, squares and radii are of that
     many pixels, and made of a large photograph they would vanish with its resizing."""
     return isinstance(control.map, str) and not isinstance(net, ImagePrompt)
+
+
+def make_alike(net: Net, optimised: Sequence[str]) -> None:
+    """Give a ControlNet the lean blocks that the U-Net has: of a small model's they are half the time."""
+    from darkroom.sample.optimisations.lean import make_lean
+
+    if isinstance(net, ControlNet) and "lean" in optimised:
+        make_lean(net.module)
 
 
 def check_backend(backend: Backend) -> None:
