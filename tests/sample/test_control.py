@@ -437,6 +437,35 @@ def test_a_net_in_inpainting_is_diffusers(
         assert differs(Control(folder, picture(2), 0.0)) > 1e-2
 
 
+def test_a_net_is_as_lean_as_its_unet_to_the_bit(tiny: Model, small_xl: Model, tmp_path: Path) -> None:
+    from darkroom.sample.backends import open_backend
+    from darkroom.sample.control import Controls
+    from darkroom.sample.optimisations.lean import LeanAttention, LeanBlock, LeanResnet
+
+    for name, model in (("tiny", tiny), ("xl", small_xl)):
+        folder = saved(net_of(model), tmp_path / name)
+        made, kinds = [], []
+        for optimise in ("none", "lean"):
+            backend = open_backend("torch", model, optimise=optimise)
+            controls = Controls.read([Control(folder, picture())], model)
+            controls.to(backend)
+            kinds.append({type(module) for module in controls.nets[0].module.modules()})
+            made.append(drawn(model, controls=[Control(controls.nets[0], picture())], optimise="none"))
+        lean = {LeanAttention, LeanBlock, LeanResnet}
+        assert (lean & kinds[0], lean & kinds[1]) == (set(), lean)
+        assert np.array_equal(*made)
+
+
+def test_a_picture_of_another_shape_is_stretched_with_a_note(tiny: Model, tmp_path: Path) -> None:
+    folder, notes = saved(net_of(tiny), tmp_path / "net"), list[str]()
+    wide = picture().resize((64, 32))
+    made = drawn(tiny, controls=[Control(folder, wide)], notice=notes.append)
+    assert notes == ["the picture of controlnet 'net' is 64x32: stretched to the shape of 32x32"]
+    stretched = wide.resize(SIZE, Image.Resampling.LANCZOS)
+    assert apart(made, drawn(tiny, controls=[Control(folder, stretched)], notice=notes.append)) == 0
+    assert len(notes) == 1
+
+
 def test_masks_of_controls_that_cannot_be(tiny: Model, tmp_path: Path) -> None:
     folder = saved(net_of(tiny), tmp_path / "net")
     sketch = saved(adapter_of(tiny), tmp_path / "sketch")

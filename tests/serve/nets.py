@@ -54,9 +54,11 @@ def write_lite(file: Path, model: Any) -> None:
     draw = torch.Generator().manual_seed(7)
     tensors = {}
     for path, layer in model.unet.named_modules():
-        level = int(path.split(".")[1]) if path.startswith("down_blocks") else None
-        if level is None or not path.endswith(("attn1.to_q", "attn1.to_k", "attn1.to_v")):
+        if not path.startswith("down_blocks.") or not path.endswith(
+            ("attn1.to_q", "attn1.to_k", "attn1.to_v")
+        ):
             continue
+        level = int(path.split(".")[1])
         shapes: dict[str, tuple[int, ...]] = {"down.0": (4, layer.in_features), "mid.0": (4, 12)}
         shapes["up.0"] = layer.in_features, 4
         pixels, wide, at = model.vae_factor * 2**level, 3, 0

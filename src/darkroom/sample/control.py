@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 MAX_CONTROLS = 8
 MAX_WEIGHT = 10.0
+SAME_SHAPE = 0.05
+"""How far a control picture's sides may be from the shape that is drawn before that is said."""
 CANNY_LOW, CANNY_HIGH = 100, 200
 SOFT_FEATURES = (0.25, 0.62, 0.825, 1.0)
 """Of a T2I-Adapter's levels, as A1111's ControlNet extension has them; of a ControlNet's they rise evenly
@@ -289,6 +291,16 @@ class Controls:
         masks = [None if mask is None else part(mask) for mask in self.masks]
         return Controls(self.controls, self.nets, images, masks)
 
+    def notes(self, size: tuple[int, int]) -> list[str]:
+        """That pictures of another shape than those drawn (width, height) are stretched, as in diffusers."""
+        return [
+            f"the picture of {net.kind} '{net.name}' is {image.width}x{image.height}: stretched to the shape "
+            f"of {size[0]}x{size[1]}"
+            for net, image in zip(self.nets, self.images, strict=True)
+            if not isinstance(net, ImagePrompt)
+            and not math.isclose(image.width * size[1], image.height * size[0], rel_tol=SAME_SHAPE)
+        ]
+
     def to(self, backend: Backend) -> None:
         """Bring the nets to where the backend computes. InputError where it cannot add residuals."""
         if not self.nets:
@@ -296,6 +308,7 @@ class Controls:
         check_backend(backend)
         for net in self.nets:
             net.to(backend.device, backend.dtype)
+            make_alike(net, backend.optimised)
 
     def at(self, size: tuple[int, int], latent_shape: tuple[int, int, int]) -> tuple[RowControl, ...]:
         """For rows of pictures of a size (width, height); encoded once, however many rows there are."""
@@ -371,6 +384,14 @@ def _made_at_size(control: Control, net: Net) -> bool:
     """Whether a map is made once the picture has the size that is drawn: lines, squares and radii are of that
     many pixels, and made of a large photograph they would vanish with its resizing."""
     return isinstance(control.map, str) and not isinstance(net, ImagePrompt)
+
+
+def make_alike(net: Net, optimised: Sequence[str]) -> None:
+    """Give a ControlNet the lean blocks that the U-Net has: of a small model's they are half the time."""
+    from darkroom.sample.optimisations.lean import make_lean
+
+    if isinstance(net, ControlNet) and "lean" in optimised:
+        make_lean(net.module)
 
 
 def check_backend(backend: Backend) -> None:

@@ -303,7 +303,8 @@ class Generation:
         self._stages: dict[tuple[int, bool], list[Stage]] = {}
         self.positives, self.negatives, notes = self._conditions()
         self.source = self._source()
-        self.notes = [*self.table.notes, *backend.notes, *notes, *self._size_note(), *self.adapted.notes]
+        more = [*self._size_note(), *self.adapted.notes, *self.controls.notes(self.size)]
+        self.notes = [*self.table.notes, *backend.notes, *notes, *more]
 
     def _opened(
         self,

@@ -299,7 +299,7 @@ def _open_nets(
         raise InputError(
             f"{backend.device.type} does not say how much memory is free", mend="give --control-memory"
         )
-    nets = Nets(settings.controls, model, backend.device, backend.dtype, most, wake)
+    nets = Nets(settings.controls, model, backend.device, backend.dtype, most, wake, backend.optimised)
     LOG.info("nets: %d in the folder, at most %d MiB in memory", len(nets.names()), most // 2**20)
     return nets
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from darkroom.hardware import accelerator
 from darkroom.models.control import ControlCard, Net, describe_control, read_control
 from darkroom.models.image_prompt import ENCODER_FOLDER, ImagePrompt, install
 from darkroom.models.lllite import ControlNetLite
-from darkroom.sample.control import Control, Controls
+from darkroom.sample.control import Control, Controls, make_alike
 from darkroom.serve.engine.shelf import SUFFIX, Shelf, may_be_named, scan
 from darkroom.serve.engine.tickets import EngineJob, File, Ticket, opened
 
@@ -66,9 +66,10 @@ class Nets(Shelf):
         dtype: torch.dtype,
         most_bytes: int,
         wake: Callable[[], None],
+        optimised: Sequence[str] = (),
     ) -> None:
         super().__init__(folder, "--controls", wake, device)
-        self.model, self.most_bytes = model, most_bytes
+        self.model, self.most_bytes, self._optimised = model, most_bytes, optimised
         self._device, self._dtype = device, dtype
         self._known: dict[File, ControlCard] = {}
         self._loaded: OrderedDict[File, Net] = OrderedDict()  # least lately used first
@@ -192,6 +193,7 @@ class Nets(Shelf):
             net = read_control(file.path, self.model, name=file.name)
             with self._alone, accelerator.on_stream(self._stream):
                 net.to(self._device, self._dtype)
+            make_alike(net, self._optimised)
             accelerator.used_here(*net.weights)
         except BaseException:
             with self._lock:
