@@ -294,11 +294,8 @@ def class_seconds(settings: Mapping[str, Any], where: Where, software: Software)
     precision = "bf16" if software.precision == "fp16" else software.precision
     counted = picture_profile(base, side, side, own_guidance(base) > 1, precision, "fused")
     batch = max(1, min(missing, largest_rows(counted, where), 2**20 // side**2))
-    return (
-        batch_seconds(counted, where, software, batch=batch, steps=settings["class_steps"]).total
-        * missing
-        / batch
-    )
+    each = batch_seconds(counted, where, software, batch=batch, steps=settings["class_steps"])
+    return float(each.total * missing / batch)
 
 
 def ask_generate(settings: PictureSettings) -> PlanRequest:
