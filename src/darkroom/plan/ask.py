@@ -253,7 +253,7 @@ def _asked_training(
         profile: Profile, where: Where, software: Software, usd: float | None, prices: Sequence[Price] | None
     ) -> Plan:
         """The training plan of one place, with the recipe's notes."""
-        own = replace(job, pictures=own_pictures(), class_s=class_seconds(settings, where, software))
+        own = replace(job, pictures=own_pictures(), class_s=_class_seconds(settings, where, software))
         made = plan_training(profile, own, where, software, usd_per_hour=usd, prices=prices)
         uncounted = [UNCOUNTED] if settings["aligns"] else []
         if LATENTS in profile.chunks and own.pictures is None:
@@ -285,7 +285,7 @@ def _asked_training(
     )
 
 
-def class_seconds(settings: Mapping[str, Any], where: Where, software: Software) -> float:
+def _class_seconds(settings: Mapping[str, Any], where: Where, software: Software) -> float:
     """Seconds of drawing those pictures of a recipe's class that are not there yet, on one device."""
     missing = settings["class_pictures"] - (pictures_of(settings["class_images"]) or 0)
     if missing <= 0:

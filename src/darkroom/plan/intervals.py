@@ -73,7 +73,7 @@ def around(value: float, half: float) -> Interval:
     return value * math.exp(-half), value * math.exp(half)
 
 
-def whole_job(plan: Plan, half: float) -> Interval:
+def _whole_job(plan: Plan, half: float) -> Interval:
     """Factors around a whole job's time: what is not training may take half or twice as long."""
     train_s = plan.phases_s.get("train")
     total_s = sum(plan.phases_s.values())
@@ -87,7 +87,7 @@ def whole_job(plan: Plan, half: float) -> Interval:
 def with_intervals(plan: Plan, where: Where, software: Software) -> Plan:
     """The plan with the 80 % interval of each of its figures; those that it has already are kept."""
     half, memory = time_width(plan.step_s, where, software), memory_width(where)
-    low, high = whole_job(plan, half)
+    low, high = _whole_job(plan, half)
 
     def whole(value: float) -> Interval:
         return value * low, value * high
