@@ -1,10 +1,12 @@
 """Count the families' common shapes again, for src/darkroom/plan/common_counts.json.gz.
 
-    python benchmarks/plan/common_counts.py
+    python benchmarks/plan/common_counts.py              count and pack them
+    python benchmarks/plan/common_counts.py --check      count them again and compare: 1 if any differs
+    python benchmarks/plan/common_counts.py --check 7    those of every seventh command
 
-Runs the plans below with an empty cache and packs what they counted (minutes of one core). A count is known
-by the code and the versions of torch, diffusers, transformers and peft that made it; counts of others
-are never used, so an old file only costs a first plan its seconds. Make it again before a release.
+Runs the plans below with an empty cache (ten minutes of one core). A count is known by what is asked and by
+the releases of torch, diffusers, transformers and peft, not by darkroom's own code: so the check says whether
+that still counts the same. Nightly it is run on a part, before a release on all.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DRAWN = (("sd15", 512), ("sd2", 512), ("sd2", 768), ("sdxl", 1024), ("tiny", 64))
@@ -41,29 +45,57 @@ def commands() -> list[list[str]]:
     return [*found, *(["--fits", "RTX 4090", "--model", model] for model in ("sd15", "sdxl"))]
 
 
-def main() -> None:
-    """Plan, and pack the counts."""
+def counted(chosen: list[list[str]]) -> dict[str, dict[str, Any]]:
+    """The counts of some plans by `shape_digest`, made anew."""
     from typer.testing import CliRunner
 
     from darkroom.cli import app
     from darkroom.plan import counts
 
-    file, counts.SHIPPED = counts.SHIPPED, Path("none")
-    with tempfile.TemporaryDirectory(prefix="darkroom-counts-") as folder:
-        os.environ["DARKROOM_CACHE"] = folder
-        os.chdir(ROOT)
-        for command in commands():
-            began = time.process_time()
-            result = CliRunner().invoke(app, ["plan", *command, "--json"], catch_exceptions=False)
-            if result.exit_code:
-                raise SystemExit(f"darkroom plan {' '.join(command)}: {result.output}")
-            print(f"{time.process_time() - began:6.1f} s  {' '.join(command)}", flush=True)
-        kept = {one.stem: json.loads(one.read_text()) for one in sorted(Path(folder, "plans").glob("*.json"))}
-    profiles = {name: content for name, content in kept.items() if "kernels" in content}
+    shipped, own, before = counts.SHIPPED, counts._digest, os.environ.get("DARKROOM_CACHE")
+    counts.SHIPPED, counts._digest = Path("none"), counts.shape_digest
+    try:
+        with tempfile.TemporaryDirectory(prefix="darkroom-counts-") as folder:
+            os.environ["DARKROOM_CACHE"] = folder
+            for command in chosen:
+                began = time.process_time()
+                result = CliRunner().invoke(app, ["plan", *command, "--json"], catch_exceptions=False)
+                if result.exit_code:
+                    raise SystemExit(f"darkroom plan {' '.join(command)}: {result.output}")
+                print(f"{time.process_time() - began:6.1f} s  {' '.join(command)}", flush=True)
+            files = sorted(Path(folder, "plans").glob("*.json"))
+            kept = {one.stem: json.loads(one.read_text(encoding="utf-8")) for one in files}
+    finally:
+        counts.SHIPPED, counts._digest = shipped, own
+        os.environ.pop("DARKROOM_CACHE")
+        if before is not None:
+            os.environ["DARKROOM_CACHE"] = before
+    return {name: content for name, content in kept.items() if "kernels" in content}
+
+
+def differing(now: dict[str, dict[str, Any]]) -> list[str]:
+    """Digests of the counts that are not shipped so."""
+    from darkroom.plan import counts
+
+    shipped = counts._shipped(counts.SHIPPED)
+    return [digest for digest, content in now.items() if shipped.get(digest) != content]
+
+
+def main(arguments: list[str]) -> int:
+    """Plan, and pack the counts or compare them."""
+    os.chdir(ROOT)
+    if arguments[:1] == ["--check"]:
+        wrong = differing(counted(commands()[:: int(arguments[1]) if len(arguments) > 1 else 1]))
+        print(f"{len(wrong)} counts differ: make them again" if wrong else "all counts are today's")
+        return int(bool(wrong))
+    from darkroom.plan import counts
+
+    profiles = counted(commands())
     text = json.dumps(profiles, separators=(",", ":"))
-    file.write_bytes(gzip.compress(text.encode(), mtime=0))
-    print(f"{len(profiles)} counts, {file.stat().st_size / 1e3:.0f} kB in {file.name}")
+    counts.SHIPPED.write_bytes(gzip.compress(text.encode(), mtime=0))
+    print(f"{len(profiles)} counts, {counts.SHIPPED.stat().st_size / 1e3:.0f} kB in {counts.SHIPPED.name}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,13 +1,16 @@
 """Memory of ordinary commands, as users start them, against their plans: 25 cases from tiny to SDXL on a CPU.
 
-    python benchmarks/plan/memory_runs.py                  all cases; 20 GB free, two hours on two cores
-    python benchmarks/plan/memory_runs.py small            those that take under a minute each
-    python benchmarks/plan/memory_runs.py small NAME       of these the cases whose name holds NAME
+    python benchmarks/plan/memory_runs.py                  all cases that have no row yet; 20 GB free
+    python benchmarks/plan/memory_runs.py small            of these the small ones, about a minute each
+    python benchmarks/plan/memory_runs.py full NAME        those whose name holds NAME
+    python benchmarks/plan/memory_runs.py small --again    also those that have a row
+    python benchmarks/plan/memory_runs.py full --list      what is left, and what the others took
 
-Each case is a `darkroom train` or `darkroom generate` in a process of its own, with no variable set for the
-allocator; what the system says was resident at its highest (wait4) stands beside what `darkroom plan` says of
-the same recipe or picture on this machine. Writes memory-runs.csv beside this file; other rows of it stay.
-Exits with 1 where a case is more than 5 % off.
+A case's row is written when it has run, so the same command goes on where it was stopped. Each case is a
+`darkroom train` or `darkroom generate` in a process of its own, with no variable set for the allocator; what
+the system says was resident at its highest (wait4) stands beside what `darkroom plan` says of the same recipe
+or picture on this machine. Of a training the planned seconds stand beside the bill's, too. Writes
+memory-runs.csv beside this file; other rows of it stay. Exits with 1 where a case is more than 5 % off.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -25,7 +29,10 @@ from typing import Any
 
 HERE = Path(__file__).parent
 FILE = HERE / "memory-runs.csv"
-COLUMNS = ("case", "planned", "low", "high", "measured", "error", "inside", "date")
+COLUMNS = (
+    *("case", "planned", "low", "high", "measured", "error", "inside"),
+    *("planned_s", "billed_s", "minutes", "date"),  # minutes: of the case's plan and run together
+)
 ALLOWED = 0.05
 MALLOC = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
 SMALL, FULL = "small", "full"
@@ -90,9 +97,16 @@ CASES = (
 
 def main(asked: list[str]) -> int:
     """Measure the cases asked for; 1 where one is more than 5 % off."""
-    size = asked[0] if asked else FULL
-    name = asked[1] if len(asked) > 1 else ""
-    chosen = [case for case in CASES if name in case.name and (size == FULL or case.size == SMALL)]
+    size, name, *_ = [*(one for one in asked if not one.startswith("--")), "", ""]
+    made = {row["case"]: row for row in rows()}
+    chosen = [case for case in CASES if name in case.name and (size != SMALL or case.size == SMALL)]
+    if "--list" in asked:
+        for case in chosen:
+            row = made.get(case.name)
+            print(f"{case.name:<52} {'to do' if row is None else (row['minutes'] or '?') + ' min'}")
+        return 0
+    if "--again" not in asked:
+        chosen = [case for case in chosen if case.name not in made]
     worst = 0.0
     for case in chosen:
         row = compared(case)
@@ -108,6 +122,7 @@ def main(asked: list[str]) -> int:
 
 def compared(case: Case) -> dict[str, Any]:
     """A case's plan and its run."""
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="darkroom-memory-") as folder:
         place = Path(folder)
         pictures(place / "pictures")
@@ -121,6 +136,8 @@ def compared(case: Case) -> dict[str, Any]:
             run = ("generate", model, "a house", *same, "--num", number, "--out", "drawn")
         planned = json.loads(started(plan, place)[1])["plans"][0]
         measured, _ = started(run, place)
+        bill = place / "run" / "bill.json"
+        billed = json.loads(bill.read_text())["wall_s"] if case.recipe else None
     error = planned["peak_bytes"] / measured - 1
     spread = planned["intervals"]["peak_bytes"]
     return {
@@ -131,6 +148,9 @@ def compared(case: Case) -> dict[str, Any]:
         "measured": measured,
         "error": f"{error:.4f}",
         "inside": spread["low"] <= measured <= spread["high"],
+        "planned_s": f"{planned['hours'] * 3600:.1f}" if case.recipe else "",
+        "billed_s": "" if billed is None else f"{billed:.1f}",
+        "minutes": f"{(time.monotonic() - began) / 60:.1f}",
         "date": date.today().isoformat(),
     }
 
@@ -161,14 +181,23 @@ def pictures(folder: Path) -> None:
         Image.fromarray(draws.integers(0, 256, (512, 512, 3), dtype=np.uint8)).save(folder / f"{i}.png")
 
 
+def rows() -> list[dict[str, str]]:
+    """The rows that are there."""
+    if not FILE.is_file():
+        return []
+    with FILE.open(newline="") as file:
+        return [{name: row.get(name) or "" for name in COLUMNS} for row in csv.DictReader(file)]
+
+
 def write(row: dict[str, Any]) -> None:
     """Put a row into the file, in the place of an older one of the same case."""
-    rows = list(csv.DictReader(FILE.open())) if FILE.is_file() else []
-    kept = [one for one in rows if one["case"] != row["case"]]
-    with FILE.open("w", newline="") as out:
+    kept = [one for one in rows() if one["case"] != row["case"]]
+    temporary = FILE.with_suffix(".tmp")
+    with temporary.open("w", newline="") as out:
         writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows([*kept, row])
+    temporary.replace(FILE)
 
 
 if __name__ == "__main__":

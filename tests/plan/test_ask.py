@@ -54,7 +54,11 @@ def test_a_recipe_on_one_card(capsys, recipe):
     assert plan["parameters"]["trained"] == 1_077_572
     parts = plan["step_s"]
     assert sum(value for name, value in parts.items() if name != "total") == pytest.approx(parts["total"])
-    assert plan["hours"] == pytest.approx(100 * parts["total"] / 3600)
+    phases = plan["phases_s"]
+    assert list(phases) == ["start", "load", "train", "checkpoint"]
+    assert phases["train"] == pytest.approx(100 * parts["total"])
+    assert plan["hours"] == pytest.approx(sum(phases.values()) / 3600)
+    assert plan["cost"]["device_hours"] == pytest.approx(plan["hours"])
     assert plan["cost"]["usd"] == pytest.approx(
         plan["cost"]["device_hours"] * plan["cost"]["usd_per_device_hour"]
     )
@@ -466,6 +470,55 @@ def test_an_extractor_has_no_plan_and_that_is_said(capsys, tmp_path):
     assert "a plan of task extractor" in err
 
 
+def test_a_run_of_its_own_pictures_is_planned_with_their_latents_and_its_class(tmp_path):
+    (tmp_path / "photos").mkdir()
+    drawn = "data.class_prompt=a dog"
+    content = {
+        "task": "dreambooth-lora",
+        "model": {"base": "tiny"},
+        "data": {"instance": str(tmp_path / "photos"), "prompt": "a sks dog", "resolution": 256},
+        "train": {"steps": 10, "global_batch": 1},
+    }
+    path = tmp_path / "dog.yaml"
+    path.write_text(json.dumps(content))
+
+    def planned(number, *overrides):
+        for i in range(number):
+            (tmp_path / "photos" / f"{i}.png").touch()
+        return ask.plans(ask.ask_recipe(path, overrides), targets.Target(gpu="A10G"))[0]
+
+    unknown, eight = planned(0), planned(8)
+    assert "latents" not in unknown.phases_s
+    assert ask.NO_PICTURES in unknown.notes
+    assert ask.NO_PICTURES not in eight.notes
+    sixteen = planned(16)
+    assert eight.phases_s["latents"] > 0
+    assert sixteen.phases_s["latents"] == pytest.approx(2 * eight.phases_s["latents"])
+    assert sixteen.phases_s["train"] == eight.phases_s["train"]
+    with_class = planned(16, drawn, "data.num_class_images=16")
+    assert with_class.phases_s["latents"] == pytest.approx(2 * sixteen.phases_s["latents"])
+    twice = planned(16, drawn, "data.num_class_images=32").phases_s["class pictures"]
+    assert twice == pytest.approx(2 * with_class.phases_s["class pictures"])
+    assert with_class.hours == pytest.approx(sum(with_class.phases_s.values()) / 3600)
+    # Those that are there already are not drawn again.
+    (tmp_path / "class").mkdir()
+    for i in range(16):
+        (tmp_path / "class" / f"{i}.png").touch()
+    there = planned(16, drawn, "data.num_class_images=16", f"data.class_images={tmp_path / 'class'}")
+    assert "class pictures" not in there.phases_s
+    # What is not training is less sure: the interval of the whole is wider than that of a step.
+    low, high = there.intervals["hours"]
+    step = there.intervals["step_s"][1] / there.step_s["total"]
+    assert high / there.hours > step
+    assert low < there.hours / step
+    assert there.intervals["phases_s.load"][1] == pytest.approx(2 * there.phases_s["load"])
+    assert there.intervals["phases_s.train"][1] / there.phases_s["train"] == pytest.approx(step)
+    ends = [sum(there.intervals[f"phases_s.{name}"][i] for name in there.phases_s) for i in (0, 1)]
+    assert [low * 3600, high * 3600] == pytest.approx(ends)
+    for offer in there.offers:
+        assert offer["usd_high"] / offer["usd"] == pytest.approx(high / there.hours)
+
+
 def test_phases_are_planned_one_by_one(capsys, tmp_path):
     path = tmp_path / "two.yaml"
     path.write_text(
@@ -475,8 +528,8 @@ def test_phases_are_planned_one_by_one(capsys, tmp_path):
     first, second = json.loads(out)["plans"]
     assert code == 0
     assert second["flops_an_image"] > 3 * first["flops_an_image"]
-    assert first["hours"] == pytest.approx(10 * first["step_s"]["total"] / 3600)
-    assert second["hours"] == pytest.approx(20 * second["step_s"]["total"] / 3600)
+    assert first["phases_s"]["train"] == pytest.approx(10 * first["step_s"]["total"])
+    assert second["phases_s"]["train"] == pytest.approx(20 * second["step_s"]["total"])
     code, out, _ = told(capsys, str(path), "--gpu", "A100-80")
     assert "together: " in out
     _, out, _ = told(capsys, str(path), "--gpu", "all", "--count", "2", "--deadline", "1", "--json")
@@ -651,10 +704,19 @@ def test_cards_of_so_much_memory_are_compared_and_prices_chosen(capsys):
 
 def test_what_is_of_nvidia_is_said_of_its_cards_alone(capsys):
     for name, runs in (("A100-80", True), ("Apple M2", False), ("Arc A770", False), ("MI300X", False)):
-        (plan,) = plan_of(capsys, "--gpu", name, "--software", "tensorrt")
-        assert any(note.startswith("TensorRT does not run on") for note in plan["notes"]) != runs, name
+        code, _, err = told(capsys, *PICTURES, "--gpu", name, "--software", "tensorrt")
+        assert (code, "allowed: NVIDIA's cards" in err) == ((0, False) if runs else (2, True)), name
         out = told(capsys, *PICTURES[:-1], "--gpu", name)[1]
         assert ("for CUDA and fragments" in out, "for the driver and fragments" in out) == (runs, not runs)
+
+
+def test_tensorrt_is_planned_where_it_runs_alone(capsys, recipe):
+    among = plan_of(capsys, "--gpu", "MI300X,A100-80", "--software", "tensorrt")
+    assert [plan["device"] for plan in among] == ["A100-SXM4-80GB"]
+    assert len(plan_of(capsys, "--gpu", "MI300X,A100-80")) == 2
+    code, _, err = told(capsys, recipe, "--gpu", "A100-80", "--software", "tensorrt")
+    assert code == 2
+    assert "it does not train" in err
 
 
 def test_seconds_of_reading_are_rounded(capsys, recipe):

@@ -86,6 +86,17 @@ def test_all_tables_hold_unseen_and_intervals_hold_four_of_five(proof):
     assert published.inside(published.table("MLPerf SD 2, eight cards"), slow) < 0.2
 
 
+def test_how_much_single_tables_differ_is_said(proof):
+    timed = [one for one in proof["tables"] if one["table"] in published.RESTS_ON]
+    shares = [one["inside"] for one in timed]
+    lines = list(published.Validation(tuple(proof["tables"])).lines())
+    assert f"of single tables {min(shares):.0%} to {max(shares):.0%}" in lines[2]
+    for one in timed:
+        line = next(line for line in lines if line.startswith(f"  {one['table']}"))
+        assert f"{one['inside']:.0%} of {one['inside_of']} rows inside 80 %" in line
+        assert one["inside_of"] == len(published.counted(published.table(one["table"])))
+
+
 def test_intervals_are_judged_by_widths_that_saw_none_of_a_tables_rows():
     """Each table's own widths, and so much wider ones hold more of its rows."""
     kept = json.loads(published.LEFT_OUT_SPREAD.read_text())
@@ -98,7 +109,7 @@ def test_intervals_are_judged_by_widths_that_saw_none_of_a_tables_rows():
     found = published.table("serving (Vertex)")
     row, known = published.counted(found)[0], published.unseen(found.name)
     shares = published.shares(row, known)
-    assert published._half(found.name, row, known) == published.half_width(kept[found.name], shares)
+    assert published.half(found.name, row, known) == published.half_width(kept[found.name], shares)
 
 
 def test_few_constants_are_fitted_and_several_tables_tell_each():

@@ -15,7 +15,7 @@ from darkroom.hardware.prices import Price
 from darkroom.options import parse_size
 from darkroom.picture_settings import PictureSettings
 from darkroom.plan.cost import listed, over_limits, storage
-from darkroom.plan.counts import Profile, cached, cached_profile
+from darkroom.plan.counts import LATENTS, Profile, cached, cached_profile
 from darkroom.plan.intervals import with_intervals
 from darkroom.plan.jobs import (
     GenerateJob,
@@ -23,6 +23,8 @@ from darkroom.plan.jobs import (
     PrepareJob,
     TrainJob,
     Where,
+    batch_seconds,
+    largest_rows,
     plan_generating,
     plan_preparing,
     plan_training,
@@ -39,6 +41,7 @@ from darkroom.plan.targets import (
     layout_of,
     mode_of,
     place,
+    runs_tensorrt,
     software_notes,
     software_of,
 )
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 MOST_DEVICES = 65536
 USUAL_PRECISION = "float32"  # of `generate`, `serve` and `prepare` by default
 UNCOUNTED = "train.align is not counted: its extractor is not opened"
+NO_PICTURES = "the time of making latents is not counted: how many pictures there will be is not known"
 
 
 Planner = Callable[[Where, Software], Plan]
@@ -75,8 +79,12 @@ def plans(asked: PlanRequest, target: Target) -> list[Plan]:
 
 
 def able_cards(asked: PlanRequest, target: Target) -> list[Card]:
-    """The cards asked for; several of Apple's cannot train together, as torch has no collectives there."""
+    """The cards asked for; several of Apple's cannot train together, as torch has no collectives there. Of
+    many, those that the software runs on.
+    """
     found = chosen_cards(target.gpu)
+    if target.software == "tensorrt" and target.several:
+        found = [card for card in found if runs_tensorrt(card)] or found
     if target.count == 1 or not asked.settings:
         return found
     able = [card for card in found if card.architecture != "Apple GPU"]
@@ -177,7 +185,7 @@ def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None =
     text = text_of(path)
     runs = runs_of("\n".join([text, *overrides]), path.parent)
     key = {"recipe": text, "overrides": list(overrides), "phase": phase, "runs": runs}
-    settings = cached({**key, "settings": 10}, lambda: settings_of(*read_phase(path, overrides, phase)))
+    settings = cached({**key, "settings": 11}, lambda: settings_of(*read_phase(path, overrides, phase)))
     settings["rows"] = rows_of(settings["store"])
 
     def count(precision: str, gpu: bool) -> Profile:
@@ -238,19 +246,24 @@ def _asked_training(
         settings["reads"],
         mends_of(settings),
         settings["gradient_bytes"],
+        saves=settings["saves"],
     )
 
     def plan(
         profile: Profile, where: Where, software: Software, usd: float | None, prices: Sequence[Price] | None
     ) -> Plan:
         """The training plan of one place, with the recipe's notes."""
-        made = plan_training(profile, job, where, software, usd_per_hour=usd, prices=prices)
+        own = replace(job, pictures=own_pictures(), class_s=_class_seconds(settings, where, software))
+        made = plan_training(profile, own, where, software, usd_per_hour=usd, prices=prices)
         uncounted = [UNCOUNTED] if settings["aligns"] else []
+        if LATENTS in profile.chunks and own.pictures is None:
+            uncounted.append(NO_PICTURES)
         return replace(made, notes=(*made.notes, *settings["notes"], *uncounted))
 
     @cache
     def own_pictures() -> int | None:
-        return pictures_of(settings["pictures"])
+        found = pictures_of(settings["pictures"])
+        return None if found is None else found + settings["class_pictures"]
 
     def profile(precision: str, gpu: bool) -> Profile:
         known = {**key, "precision": precision, "gpu": gpu}
@@ -270,6 +283,19 @@ def _asked_training(
         settings=settings,
         remade=lambda changes: _asked_training(name, {**settings, **changes}, count),
     )
+
+
+def _class_seconds(settings: Mapping[str, Any], where: Where, software: Software) -> float:
+    """Seconds of drawing those pictures of a recipe's class that are not there yet, on one device."""
+    missing = settings["class_pictures"] - (pictures_of(settings["class_images"]) or 0)
+    if missing <= 0:
+        return 0.0
+    base, side = settings["base"], settings["resolution"]
+    precision = "bf16" if software.precision == "fp16" else software.precision
+    counted = picture_profile(base, side, side, own_guidance(base) > 1, precision, "fused")
+    batch = max(1, min(missing, largest_rows(counted, where), 2**20 // side**2))
+    each = batch_seconds(counted, where, software, batch=batch, steps=settings["class_steps"])
+    return float(each.total * missing / batch)
 
 
 def ask_generate(settings: PictureSettings) -> PlanRequest:

@@ -140,7 +140,7 @@ def what_fits(
     nobody knows, or several.
     """
     target = replace(on or Target(), gpu=name)
-    (card, *more) = [here(target).card] if name == "here" else chosen_cards(name)
+    (card, *more) = [here(target).card] if name == "here" else chosen_cards(name, "--fits")
     if more:
         raise InputError(f"--fits {name}", allowed="one card")
     half = fast_precision(card) if target.precision == "auto" else target.precision

@@ -26,6 +26,7 @@ KINDS = ("compute", "memory_bound", "launch", "communication", "data")
 TRIED = ("Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell")  # chips that a published row tells of
 SLOWER = ("latency_s", "usd_per_image", "usd_per_month")  # grow with the time; rates shrink
 FASTER = ("steps_per_s",)
+REST = 2.0  # phases besides the training: disks and hosts differ, and nobody has published any
 
 Interval = tuple[float, float]
 
@@ -72,27 +73,55 @@ def around(value: float, half: float) -> Interval:
     return value * math.exp(-half), value * math.exp(half)
 
 
+def _whole_job(plan: Plan, half: float) -> Interval:
+    """Factors around a whole job's time: what is not training may take half or twice as long."""
+    train_s = plan.phases_s.get("train")
+    total_s = sum(plan.phases_s.values())
+    if train_s is None or not total_s:
+        return around(1.0, half)
+    low, high = around(train_s, half)
+    rest = total_s - train_s
+    return (low + rest / REST) / total_s, (high + rest * REST) / total_s
+
+
 def with_intervals(plan: Plan, where: Where, software: Software) -> Plan:
     """The plan with the 80 % interval of each of its figures; those that it has already are kept."""
     half, memory = time_width(plan.step_s, where, software), memory_width(where)
+    low, high = _whole_job(plan, half)
+
+    def whole(value: float) -> Interval:
+        return value * low, value * high
+
     found: dict[str, Interval] = {
         "step_s": around(plan.step_s["total"], half),
         "images_per_s": around(plan.images_per_s, half),
-        "hours": around(plan.hours, half),
-        "device_hours": around(plan.cost.device_hours, half),
-        "kwh": around(plan.cost.kwh, half),
+        "hours": whole(plan.hours),
+        "device_hours": whole(plan.cost.device_hours),
+        "kwh": whole(plan.cost.kwh),
+        "mfu": around(plan.mfu, half),
         "peak_bytes": around(plan.peak_bytes, memory),
     }
+    for name, taken_s in plan.phases_s.items():
+        found[f"phases_s.{name}"] = around(taken_s, half if name == "train" else math.log(REST))
     for name in ("usd", "usd_spot"):
         value = getattr(plan.cost, name)
         if value is not None:
-            found[name] = around(value, half)
+            found[name] = whole(value)
     for name in (*SLOWER, *FASTER):
         value = plan.extra.get(name)
         if value is not None:
             found[name] = around(value, half)
     notes = (*plan.notes, *_close(plan, where, found["peak_bytes"]))
-    return replace(plan, notes=notes, intervals={**found, **plan.intervals})
+    found |= plan.intervals
+    low_kwh, high_kwh = found["kwh"]
+    a_kwh = plan.cost.kg_co2e / plan.cost.kwh if plan.cost.kwh else 0.0
+    found["kg_co2e"] = (low_kwh * a_kwh, high_kwh * a_kwh)
+    ends = [end / plan.cost.device_hours for end in found["device_hours"]] if plan.offers else []
+    offers = tuple(
+        {**one, **dict(zip(("usd_low", "usd_high"), (one["usd"] * end for end in ends), strict=True))}
+        for one in plan.offers
+    )
+    return replace(plan, notes=notes, offers=offers, intervals=found)
 
 
 def _close(plan: Plan, where: Where, peak: Interval) -> Iterator[str]:

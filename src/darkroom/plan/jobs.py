@@ -10,7 +10,7 @@ from darkroom.errors import InputError
 from darkroom.hardware.cards import Card
 from darkroom.hardware.prices import Price
 from darkroom.plan.cost import Cost, Storage, cost, offer_for
-from darkroom.plan.counts import KINDS, Profile
+from darkroom.plan.counts import KINDS, LATENTS, Profile
 from darkroom.plan.roofline import Efficiency, Roofline, Software, TimeBreakdown, efficiency
 from darkroom.plan.scale import ClusterSpec, all_reduce_s, exposed_s
 
@@ -19,6 +19,9 @@ FRAGMENTATION = 1.04  # of the caching allocator
 DRAWING_PROCESS_BYTES = 425e6  # of `generate`, which needs no library of stores: 430 with 7 of tensors
 CPU_PROCESS_BYTES = 650e6  # libraries, threads, buffers: runs of 25 and 44 MB of tensors took 680 and 682
 MOST_ROWS = 4096
+START_S = 10.0  # a process and its imports: bills of runs on two cores say 8 to 12 s
+LOAD_BYTES_S = 1e9  # weights from a disk, hashed: guessed, a disk gives 0.5 to 5 GB/s and SHA-256 takes 1.5
+SAVE_BYTES_S = 0.5e9  # a checkpoint or a model, written, flushed and hashed: guessed
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class Plan:
     offers: tuple[dict[str, Any], ...] = ()  # what the same costs elsewhere, the cheapest first
     over: tuple[str, ...] = ()  # the limits that it breaks, or that nobody can vouch for
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)  # 80 %, of each figure
+    phases_s: dict[str, float] = field(default_factory=dict)  # of a training, as its bill has them
 
     @property
     def kept(self) -> bool:
@@ -126,6 +130,9 @@ class TrainJob:
     reads: Sequence[str] = ()  # of the store at each step: latents, text
     mends: Sequence[str] = ()  # settings that take less memory and are not set already
     gradient_bytes: int = 4  # of a number as processes send it to each other
+    pictures: int | None = None  # of a folder of its own, whose latents it makes before it trains
+    saves: int = 1  # checkpoints that training waits for
+    class_s: float = 0.0  # seconds of drawing pictures of a class before
 
 
 def largest_rows(profile: Profile, where: Where, *, accumulate: bool = False, most: int = MOST_ROWS) -> int:
@@ -163,6 +170,7 @@ def plan_training(
     step = step_seconds(profile, where, software, micro=micro, rows=rows, gradient_bytes=job.gradient_bytes)
     reading = _data_seconds(profile, job, where, rows)
     step += TimeBreakdown(data=max(0.0, reading - step.total))  # threads read ahead
+    phases = _phases(profile, job, where, software, job.steps * step.total)
     plan = _plan(
         profile,
         where,
@@ -170,6 +178,7 @@ def plan_training(
         offer_for(where.card, usd_per_hour, prices, number=where.cluster.count),
         job=job.name,
         fits=fits,
+        phases_s=phases,
         batch={"global": job.global_batch, "micro": micro, "accumulation": -(-rows // micro)},
         flops_an_image=profile.flops(1, "forward", "backward"),
         flops_a_step=profile.flops(1, "forward", "backward") * job.global_batch,
@@ -177,11 +186,37 @@ def plan_training(
         largest_micro_batch=largest,
         seconds=step,
         images_per_s=job.global_batch / step.total,
-        hours=job.steps * step.total / 3600,
+        hours=sum(phases.values()) / 3600,
         sizes_bytes=_sizes(profile, job),
         notes=_notes(job, fits, largest, micro, rows),
     )
     return replace(plan, extra={"data_hidden_s": reading - step.data} if reading else {})
+
+
+def _phases(
+    profile: Profile, job: TrainJob, where: Where, software: Software, train_s: float
+) -> dict[str, float]:
+    """Seconds of a training's phases, named as in its bill; those that it has not are left out."""
+    facts, weights = profile.facts, 4.0 * profile.total_parameters
+    result = float(facts.get("adapter_bytes", weights))
+    found = {
+        "start": START_S,
+        "load": weights / LOAD_BYTES_S,
+        "class pictures": job.class_s,
+        "latents": _latents_s(profile, job, where, software),
+        "train": train_s,
+        "checkpoint": (job.saves * float(facts.get("checkpoint_bytes", 0)) + result) / SAVE_BYTES_S,
+    }
+    return {name: seconds for name, seconds in found.items() if seconds}
+
+
+def _latents_s(profile: Profile, job: TrainJob, where: Where, software: Software) -> float:
+    """Seconds in which the first device makes the latents of a run's own pictures, in float32."""
+    if not job.pictures or LATENTS not in profile.chunks:
+        return 0.0
+    at_once = min(profile.chunks[LATENTS], job.pictures)
+    each = where.roofline(replace(software, precision="float32")).stage(profile, LATENTS, at_once)
+    return each.total * job.pictures / at_once
 
 
 def _data_seconds(profile: Profile, job: TrainJob, where: Where, rows: int) -> float:

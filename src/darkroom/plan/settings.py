@@ -71,6 +71,7 @@ def _default(section: BaseModel, key: str) -> Any:
 def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
     """What a plan needs of a recipe besides its counts."""
     from darkroom.train.checks import check_settings
+    from darkroom.train.data.local_dataset import CLASS_STEPS
 
     if recipe.task == "extractor":
         raise InputError(
@@ -102,7 +103,10 @@ def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
         "precision": train.precision,
         "optimiser": recipe.optim.name,
         "store": getattr(recipe.data, "store", None),
-        "pictures": None if recipe.data.class_prompt else recipe.data.folder or recipe.data.instance,
+        "pictures": recipe.data.folder or recipe.data.instance,
+        "class_pictures": recipe.data.num_class_images if recipe.data.class_prompt else 0,
+        "class_images": recipe.data.class_images,
+        "class_steps": CLASS_STEPS,
         "base": str(recipe.model.base),
         "packs": recipe.frozen_unet and _packs(recipe.model, train, recipe.adapter),
         "vae": vae if isinstance(vae, str) else None,
@@ -112,6 +116,7 @@ def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
         "reads": _reads(recipe.task, recipe.data, stores_text),
         "checkpointing": train.gradient_checkpointing,
         "aligns": train.align.extractor is not None,
+        "saves": 1 if recipe.checkpoint.background else -(-train.steps // recipe.checkpoint.every),
     }
 
 

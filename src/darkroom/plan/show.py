@@ -62,6 +62,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "speed", f"{rate}, {100 * plan.mfu:.0f} % of the peak rate"
     yield from _extra(plan)
     yield "takes", f"{hours(plan.hours, spread('hours'))}, {plan.cost.device_hours:,.3g} device-hours"
+    if len(plan.phases_s) > 1:
+        yield "", ", ".join(f"{name} {hours(s / 3600)}" for name, s in plan.phases_s.items())
     yield "costs", _money(plan)
     if len(plan.offers) > 1:
         yield "", f"offers: {'; '.join(map(_offer, plan.offers[:OFFERS]))}{_more(plan)}"

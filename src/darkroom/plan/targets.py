@@ -116,6 +116,10 @@ def software_of(asked: PlanRequest, target: Target, where: Where) -> Software:
     channels_last = target.software != "diffusers" and asked.channels_last(precision, where)
     tf32 = target.tf32 or bool(asked.settings.get("tf32"))
     engine = SOFTWARE[target.software][0] or target.engine
+    if engine == "tensorrt" and asked.settings:
+        raise InputError("--software tensorrt", allowed="generate and serve: it does not train")
+    if engine == "tensorrt" and not runs_tensorrt(where.card):
+        raise InputError(f"--software tensorrt on {where.card.name}", allowed="NVIDIA's cards")
     if engine == "eager" and asked.settings.get("compile"):
         engine = "compile"
     if quantised and where.card.kind == "cpu" and quantised in where.card.flops:
@@ -132,13 +136,16 @@ def software_of(asked: PlanRequest, target: Target, where: Where) -> Software:
     )
 
 
+def runs_tensorrt(card: Card) -> bool:
+    """Whether TensorRT has kernels for a card."""
+    return card.kind == "gpu" and card.architecture in NVIDIA
+
+
 def software_notes(target: Target, where: Where, software: Software) -> Iterator[str]:
     """What a reader must know of the software that was planned with."""
     card, gpu = where.card, where.card.kind == "gpu"
     if SOFTWARE[target.software][1]:
         yield SOFTWARE[target.software][1]
-    if software.engine == "tensorrt" and card.architecture not in NVIDIA:
-        yield f"TensorRT does not run on {card.name}"
     if gpu and software.precision == "bf16" and "bf16" not in card.flops:
         yield f"{card.name} has no bf16 units: it computes in float32"
     if software.quantised and software.quantised not in card.flops:
@@ -172,8 +179,10 @@ def fast_precision(card: Card) -> str:
 # ---- devices
 
 
-def chosen_cards(name: str) -> list[Card]:
-    """The cards of a name; 'all' is every GPU. InputError names the nearest for an unknown one."""
+def chosen_cards(name: str, option: str = "--gpu") -> list[Card]:
+    """The cards of a name; 'all' is every GPU. InputError names the nearest for one that `option` does not
+    know.
+    """
     if name == "all":
         return [card for card in cards().values() if card.kind == "gpu"]
     if name.startswith("memory="):
@@ -196,7 +205,7 @@ def chosen_cards(name: str) -> list[Card]:
         if name.lower().startswith(OTHER_MAKES):
             mend = "darkroom does not run on it, so its rates there are not known"
         allowed = "here, all, memory=12GB, or cards of hardware.csv, with commas between"
-        raise InputError(f"--gpu {name}", allowed=allowed, mend=mend)
+        raise InputError(f"{option} {name}", allowed=allowed if option == "--gpu" else "a card", mend=mend)
     return [card]
 
 

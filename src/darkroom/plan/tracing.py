@@ -53,10 +53,11 @@ def profile_of(
     a, b = traces
     if [k.op for k in a.kernels] != [k.op for k in b.kernels]:
         raise ValueError(f"other operations at {rows[1]} rows than at {rows[0]}: no straight line")
-    return Profile(kernels=_grouped(a, b, rows), moments=moments_of(traces, rows, cpu=cpu), **known)
+    return Profile(kernels=grouped(a, b, rows), moments=moments_of(traces, rows, cpu=cpu), **known)
 
 
-def _grouped(a: Trace, b: Trace, rows: tuple[int, int]) -> tuple[Kernels, ...]:
+def grouped(a: Trace, b: Trace, rows: tuple[int, int]) -> tuple[Kernels, ...]:
+    """The kernels of two traces of the same operations, as straight lines; those that are alike together."""
     found: Tally[tuple[str, str, int, int, int, int]] = Tally()
     for one, other in zip(a.kernels, b.kernels, strict=True):
         stage = "update" if one.op.endswith("_foreach_norm") else one.stage  # clipping, once a step

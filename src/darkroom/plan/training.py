@@ -15,12 +15,13 @@ from darkroom.counting import ROUND_BYTES, Counter
 from darkroom.models.families import FAMILIES
 from darkroom.models.model import Model
 from darkroom.models.outline import text_configs
-from darkroom.plan.counts import DECODED, KINDS, LATENTS, SAMPLES, Line, Moment, Profile, cached
+from darkroom.plan.counts import DECODED, KINDS, LATENTS, SAMPLES, Kernels, Line, Moment, Profile, cached
 from darkroom.plan.generation import decoded, unet_call
 from darkroom.plan.settings import encodes
 from darkroom.plan.tracing import (
     as_on_gpu,
     fakes,
+    grouped,
     moments_of,
     outline,
     profile_of,
@@ -68,12 +69,13 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
         if recipe.frozen_unet and model.unet is not None:
             cast(model.unet, dtype)
         moments: list[Moment] = []
+        kernels: list[Kernels] = []  # of making latents beforehand
         if before:
             early = recipe.frozen_unet and dtype != torch.float32
             there = _there_early(recipe.model, model, gpu=gpu, cast=early)
             if data.class_prompt is not None:
                 there = set(model.modules)  # they have drawn the pictures of the class
-            moments += _own_latents(counter, side, model, there, gpu=gpu)
+            kernels, moments = _own_latents(counter, side, model, there, gpu=gpu)
         # The store is never looked into where everything is encoded inline.
         changes = _without_files(data, recipe.train, recipe.model, recipe.adapter)
         bare = recipe.model_copy(update=changes)
@@ -122,7 +124,7 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
             counted = _in_turns(counted, other, turns.values())
         idle = [] if gpu else offloaded(model, task, text=text, inline=inline)
         steps = _with_offload(counted.moments, model, idle, random=recipe.model.base in FAMILIES)
-    return replace(counted, moments=(*steps, *moments))
+    return replace(counted, kernels=(*counted.kernels, *kernels), moments=(*steps, *moments))
 
 
 def _turns(task: Any, step: Any) -> dict[int, float]:
@@ -314,8 +316,10 @@ def _makes_latents(task: str, data: DataSettings) -> bool:
 
 def _own_latents(
     counter: Counter, side: int, model: Model, there: Collection[str], *, gpu: bool
-) -> tuple[Moment, ...]:
-    """What is alive while a run makes its own latents: nothing trains yet, and not all parts are `there`."""
+) -> tuple[list[Kernels], list[Moment]]:
+    """What is computed and alive while a run makes its own latents: nothing trains yet, and not all parts are
+    `there`.
+    """
     traces = []
     tag_weights(counter, model.modules.values())
     for rows in ROWS:
@@ -326,7 +330,8 @@ def _own_latents(
         encode_moments(model.vae, given)
         counter.stage, counter.trace = "", None
     absent = _held_bytes([module for name, module in model.modules.items() if name not in there])
-    return _lighter(moments_of((traces[0], traces[1]), ROWS, cpu=not gpu), absent)
+    both = (traces[0], traces[1])
+    return list(grouped(*both, ROWS)), list(_lighter(moments_of(both, ROWS, cpu=not gpu), absent))
 
 
 def _there_early(settings: ModelSettings, model: Model, *, gpu: bool, cast: bool) -> set[str]:

@@ -22,7 +22,7 @@ KEY = (
     '<li><span style="display: inline-block; width: 9px; height: 9px; border: 1.6px solid var(--ink); '
     "transform: rotate(45deg); margin: 0 9px 0 3px\"></span>the plan's retelling of that run</li>"
     '<li><span style="display: inline-block; width: 20px; height: 9px; background: var(--s0); '
-    'margin-right: 7px"></span>darkroom today, with its interval (in lines: solid)</li></ul>'
+    'margin-right: 7px"></span>darkroom today, with its interval (in lines: solid, in a band)</li></ul>'
 )
 
 
@@ -319,8 +319,14 @@ def _name(match: re.Match[str], case: str) -> str:
 
 def _lines(drawing: PlotSpec, found: Sequence[Picked]) -> str:
     published, retold, own = (_curves(drawing, found, key) for key in ("published", "retold", "today"))
+    lows, highs = (_curves(drawing, found, key) for key in ("today_low", "today_high"))
     svg = plots.marked_curves(
-        published, retold, own, label=f"{drawing.title} {drawing.table}", xlabel=drawing.xlabel
+        published,
+        retold,
+        own,
+        label=f"{drawing.title} {drawing.table}",
+        xlabel=drawing.xlabel,
+        bounds=list(zip(lows, highs, strict=True)),
     )
     names = [curve.name for curve in published]
     return html.plot(drawing.title, drawing.note, svg, html.legend(names) if len(names) > 1 else "")

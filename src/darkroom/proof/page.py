@@ -281,12 +281,12 @@ def _table_of(found: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> I
     if found["reading"]:
         yield _note(f"Reading: {found['reading']}.")
     priced = any("price_as_of" in cell for cell in cells)
-    header = ["case", "published then", "retold", "error", "darkroom today", "unit", "note"]
+    header = ["case", "published then", "retold", "error", "darkroom today", "unit"]
     if priced:
-        header += ["published at today's price"]
+        header += ["at today's price"]
         yield _prices(cells)
     rows = [_line(cell, priced) for cell in cells]
-    yield html.table(header, rows, frozenset((1, 2, 3, 4, 7)))
+    yield html.table([*header, "note"], rows, frozenset((1, 2, 3, 4, *((6,) if priced else ()))))
 
 
 def _verdict(found: Mapping[str, Any]) -> str:
@@ -307,11 +307,11 @@ def _bound(found: Mapping[str, Any]) -> str:
 def _line(cell: Mapping[str, Any], priced: bool) -> list[Any]:
     line = [
         cell["case"], number(cell["published"]), number(cell["retold"]), f"{cell['error']:+.1%}",
-        _own(cell), cell["unit"], unbroken("; ".join(_remarks(cell))),
+        _own(cell), cell["unit"],
     ]  # fmt: skip
-    if not priced:
-        return line
-    return [*line, number(cell["published_at_todays_price"]) if "price_as_of" in cell else ""]
+    if priced:
+        line.append(number(cell["published_at_todays_price"]) if "price_as_of" in cell else "")
+    return [*line, unbroken("; ".join(_remarks(cell)))]
 
 
 def _own(cell: Mapping[str, Any]) -> str:
@@ -324,8 +324,8 @@ def _own(cell: Mapping[str, Any]) -> str:
 
 
 def unbroken(text: str) -> str:
-    """On one line where it is short: a table scrolls sideways, and a word a line reads badly."""
-    return text.replace(" ", "\N{NO-BREAK SPACE}") if len(text) <= 70 else text
+    """On one line where it is short: a word a line reads badly."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}") if len(text) <= 30 else text
 
 
 def _remarks(cell: Mapping[str, Any]) -> Iterator[str]:

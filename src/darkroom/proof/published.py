@@ -251,13 +251,19 @@ class Validation:
             f"constants hold where these saw none of their rows; {FITTED} constants are fitted"
         )
         yield f"{self.holding} of all {len(self.tables)} tables hold"
-        yield f"{self.inside:.0%} of unseen rows lie inside their 80 % interval, each table alike"
+        least, *_, most = sorted(found["inside"] for found in timed)
+        yield (
+            f"{self.inside:.0%} of unseen rows lie inside their 80 % interval, each table alike; of single "
+            f"tables {least:.0%} to {most:.0%}"
+        )
         for found in timed:
-            message = f"median error {found['median_error']:.1%}, {found['inside']:.0%} inside 80 %"
+            covered = f"{found['inside']:.0%} of {found['inside_of']} rows inside 80 %"
+            message = f"median error {found['median_error']:.1%}, {covered}"
             verdict = "holds" if found["holds"] else "does NOT hold"
             yield f"  {found['table']:<42} {message}, {verdict}; seen {found['seen_error']:.1%}"
         for found in (one for one in self.tables if one["table"] in MEMORY):
-            yield f"  {found['table']:<42} {found['inside']:.0%} inside 80 %, of memory"
+            covered = f"{found['inside']:.0%} of {found['inside_of']} rows inside 80 %"
+            yield f"  {found['table']:<42} {covered}, of memory"
         yield ""
         for found in self.tables:
             verdict = "holds" if found["holds"] else "does NOT hold"
@@ -312,7 +318,7 @@ def validate(known: Efficiency | None = None, say: Callable[[str], None] = lambd
             "rows": [_as_dict(row, own) for row in one.rows],
         }
         if name in (*RESTS_ON, *MEMORY):
-            entry["inside"] = inside(one, own)
+            entry["inside"], entry["inside_of"] = inside(one, own), len(_timed_rows(one))
         found.append(entry)
     return Validation(tuple(found))
 
@@ -340,13 +346,18 @@ def shares(row: PublishedValue, known: Efficiency) -> dict[str, float]:
 
 def inside(found: PublishedTable, known: Efficiency) -> float:
     """Share of a table's counted rows inside their 80 % interval, of time or of memory."""
-    rows = [row for row in counted(found) if row.at_least is None]
     return fmean(
-        abs(math.log(row.predict(known) / row.published)) <= _half(found.name, row, known) for row in rows
+        abs(math.log(row.predict(known) / row.published)) <= half(found.name, row, known)
+        for row in _timed_rows(found)
     )
 
 
-def _half(table: str, row: PublishedValue, known: Efficiency) -> float:
+def _timed_rows(found: PublishedTable) -> list[PublishedValue]:
+    return [row for row in counted(found) if row.at_least is None]
+
+
+def half(table: str, row: PublishedValue, known: Efficiency) -> float:
+    """Half the width of a row's interval in logarithms, by widths fitted on the other tables."""
     widths = unseen_spread(table)
     if table in MEMORY:
         return widths["memory gpu"]

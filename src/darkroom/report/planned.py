@@ -103,9 +103,12 @@ def pairs(
             yield PlannedMeasured("peak memory", plan["peak_bytes"], grown, format_bytes)
     made = (rows[-1].get("step") or 0) / plan["steps"]
     if made and bill.wall_s:
-        yield PlannedMeasured("time", plan["hours"] * made * 3600, bill.wall_s, format_seconds)
-    if made and bill.usd and plan["cost"]["usd"]:
-        yield PlannedMeasured("cost", plan["cost"]["usd"] * made, bill.usd, format_usd)
+        phases, share = plan.get("phases_s") or {}, made
+        if phases:
+            share = 1 - phases["train"] * (1 - made) / sum(phases.values())
+        yield PlannedMeasured("time", plan["hours"] * share * 3600, bill.wall_s, format_seconds)
+        if bill.usd and plan["cost"]["usd"]:
+            yield PlannedMeasured("cost", plan["cost"]["usd"] * share, bill.usd, format_usd)
 
 
 def _on_gpu(plan: Mapping[str, Any]) -> bool:

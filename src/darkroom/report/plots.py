@@ -242,9 +242,17 @@ def _tell(axes: Axes, x: float, y: float, value: float, longest: float) -> None:
 
 
 def marked_curves(
-    published: Sequence[Curve], retold: Sequence[Curve], own: Sequence[Curve], *, label: str, xlabel: str
+    published: Sequence[Curve],
+    retold: Sequence[Curve],
+    own: Sequence[Curve],
+    *,
+    label: str,
+    xlabel: str,
+    bounds: Sequence[tuple[Curve, Curve]] = (),
 ) -> str:
-    """Each name's published course (dashed, dots), its retelling (hollow diamonds) and one's own (solid)."""
+    """Each name's published course (dashed, dots), its retelling (hollow diamonds), one's own (solid); bands
+    lie between the pairs of `bounds`.
+    """
 
     def draw(axes: Axes) -> None:
         """Published points, the plan's of the same runs, and own ones, on doubling axes."""
@@ -252,7 +260,10 @@ def marked_curves(
         for group, style in ((published, "o"), (retold, "D"), (own, "")):
             for curve in group:
                 _marked_curve(axes, curve, SERIES[names.index(curve.name) % NUM_SERIES], style)
-        every = [*published, *retold, *own]
+        for low, high in bounds:
+            colour = SERIES[names.index(low.name) % NUM_SERIES]
+            axes.fill_between(low.x, low.y, high.y, color=colour, alpha=0.16, lw=0)
+        every = [*published, *retold, *own, *(curve for pair in bounds for curve in pair)]
         _scale(axes, [], whole=[curve.y for curve in every])
         _doublings(axes, every)
         axes.set_xlabel(xlabel, labelpad=2)

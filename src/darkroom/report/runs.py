@@ -247,6 +247,9 @@ def _bill(one: RunData, *, titled: bool) -> str:
         "a thousand images": format_usd(bill.usd_per_image * 1000) if bill.usd_per_image else "",
         "energy": f"{format_number(bill.kwh)} kWh ({bill.kwh_source})" if bill.kwh is not None else "",
         "peak memory": format_bytes(bill.peak_memory_bytes),
+        "peak of the host": format_bytes(bill.host_memory_bytes)
+        if bill.host_memory_bytes not in (0, bill.peak_memory_bytes)
+        else "",
         "images": f"{bill.images:,}",
         "sessions": str(bill.sessions),
     }

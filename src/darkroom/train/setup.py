@@ -136,9 +136,8 @@ def make_job(
 ) -> TrainingSetup:
     """Check a recipe against store, model and machine, and put together what trains it.
 
-    Nothing is written but what a run gathers into its own `data` folder: pictures of a folder, their
-    latents, pictures of the class; `meter` counts these apart. Raises RecipeError, StoreError, ColumnError or
-    ModelError for what cannot be.
+    Only what a run gathers into its own `data` folder is written: pictures, latents, class pictures; `meter`
+    counts these apart. Raises RecipeError, StoreError, ColumnError or ModelError for what cannot be.
     """
     check_settings(recipe, ranks.size)
     data, train, optim, side = recipe.data, recipe.train, recipe.optim, recipe.data.resolution
