@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from darkroom.errors import ModelError
-from darkroom.models.checked import check_complete, read_json, tensor_types, weight_files
+from darkroom.models.checked import check_complete, read_json, read_scheduler, tensor_types, weight_files
 from darkroom.models.families import FAMILIES, PUBLISHED, check_fit, create
 from darkroom.models.folder import BAD_SETTINGS, check_reference, denoiser_class, denoiser_of, load
 from darkroom.models.hub import fetch
@@ -111,7 +110,7 @@ def _from_configs(path: Path, parts: tuple[str, ...]) -> Model:
     model = Model(
         family="custom",
         path=str(path),
-        scheduler=json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {},
+        scheduler=read_scheduler(file) if file.is_file() else {},
     )
     with without_start("meta"):
         if "unet" in parts and (folder := path / denoiser_of(path)).is_dir():

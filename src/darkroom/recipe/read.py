@@ -65,8 +65,8 @@ def read_sweep(
     for chosen in itertools.product(*choices):
         apart = [one for one, all_ in zip(chosen, choices, strict=True) if len(all_) > 1]
         pairs = (one.partition("=") for one in apart)
-        settings = {key: _parsed(value) for key, _, value in pairs}
         made = make_recipe(content, chosen, source=str(path))
+        settings = {key: parse_yaml(value) for key, _, value in pairs}
         made._derived = (*notes, *made.derived)
         found.append((settings, made))
     return found
@@ -259,13 +259,13 @@ class _Loader(yaml.SafeLoader):
             raise _wrong(f"{_shown(node.value)} is no {kind}", node.start_mark) from error
 
 
-def _parsed(text: str) -> Any:
-    """What YAML says; YAMLError where it is wrong, or larger than any recipe."""
-    _check_size(text)
+def parse_yaml(text: str, *, max_nodes: int = MAX_NODES) -> Any:
+    """What YAML says; YAMLError where it is wrong, has a key twice, or more values than any recipe."""
+    _check_size(text, max_nodes)
     return yaml.load(text, Loader=_Loader)
 
 
-def _check_size(text: str) -> None:
+def _check_size(text: str, max_nodes: int) -> None:
     """YAMLError for what is nested too deep or, with aliases written out, too long; nothing is built."""
     open_: list[tuple[str | None, int]] = []  # anchors of the collections around, and nodes before them
     sizes: dict[str, int] = {}
@@ -286,8 +286,8 @@ def _check_size(text: str) -> None:
                 open_.append((event.anchor, nodes))
             if len(open_) > MAX_DEPTH:
                 raise _wrong(f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
-            if nodes > MAX_NODES:
-                raise _wrong(f"more than {MAX_NODES:,} values, aliases written out", event.start_mark)
+            if nodes > max_nodes:
+                raise _wrong(f"more than {max_nodes:,} values, aliases written out", event.start_mark)
 
 
 def _events(text: str) -> Iterator[yaml.Event]:
@@ -313,7 +313,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if (size := path.stat().st_size) > MAX_BYTES:
         raise RecipeError(str(path), f"{size:,} bytes", allowed=f"a recipe of at most {MAX_BYTES:,} bytes")
     try:
-        content = _parsed(read_typed(path))
+        content = parse_yaml(read_typed(path))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(str(path), f"not readable as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
@@ -340,7 +340,7 @@ def _override(content: dict[str, Any], override: str) -> list[str]:
             raise RecipeError(path, f"'{key}' holds a value, so it has no '{last}'")
         content = inner
     try:
-        content[last] = value.strip() if _is_literal(path, value) else _parsed(value)
+        content[last] = value.strip() if _is_literal(path, value) else parse_yaml(value)
     except yaml.YAMLError as error:
         why = getattr(error, "problem", None) or "no YAML"
         raise RecipeError(_shown(path)[1:-1], f"not readable as YAML: {_shown(value)}: {why}") from error
