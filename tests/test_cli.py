@@ -93,6 +93,8 @@ def test_every_benchmark_has_help_with_an_example(verb, capsys):
         (["export", "mine", "--to", "out"], "model: missing; and 1 more in the recipe of 'mine'"),
         (["push", "mine", "me/x"], "model: missing; and 1 more in the recipe of 'mine'"),
         (["inspect", "broken"], "'broken/recipe.yaml' is no recipe of a run"),
+        (["inspect", "deep"], "'deep/recipe.yaml' is no recipe of a run"),
+        (["runs", "--root", "deep"], "'deep/recipe.yaml' is no recipe of a run"),
         (["inspect", "nowhere"], "no model at 'nowhere'"),
         (["inspect", "nowhere.lance"], "nowhere.lance"),
         (["prepare", "nowhere.lance", "--model", "tiny"], "nowhere.lance"),
@@ -103,7 +105,12 @@ def test_every_benchmark_has_help_with_an_example(verb, capsys):
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for folder, text in {"folder": None, "mine": "task: pretrain\n", "broken": "task: [\xe9"}.items():
+    for folder, text in {
+        "folder": None,
+        "mine": "task: pretrain\n",
+        "broken": "task: [\xe9",
+        "deep": "[" * 50_000,
+    }.items():
         Path(folder).mkdir()
         if text is not None:
             Path(folder, "recipe.yaml").write_text(text, encoding="latin-1")

@@ -23,18 +23,25 @@ def test_one_number_is_a_square():
 
 
 @pytest.mark.parametrize(
-    ("name", "solver", "karras"),
+    ("name", "solver", "sigmas"),
     [
-        ("DPM++ 2M Karras", "dpmpp_2m", True),
-        ("dpm++ 2m  sde karras", "dpmpp_2m_sde", True),
+        ("DPM++ 2M Karras", "dpmpp_2m", "karras"),
+        ("dpm++ 2m  sde karras", "dpmpp_2m_sde", "karras"),
+        ("DPM++ 2M SDE Exponential", "dpmpp_2m_sde", "exponential"),
+        ("Euler a Align Your Steps", "euler_a", "align_your_steps"),
         ("Euler a", "euler_a", None),
         ("k_euler", "euler", None),
         ("dpmpp_2m", "dpmpp_2m", None),
         ("flow_heun", "flow_heun", None),
     ],
 )
-def test_a_solver_has_darkrooms_name_or_a1111s(name, solver, karras):
-    assert options.parse_solver(name) == (solver, karras)
+def test_a_solver_has_darkrooms_name_or_a1111s(name, solver, sigmas):
+    assert options.parse_solver(name) == (solver, sigmas)
+
+
+@pytest.mark.parametrize("name", ["DDIM Karras", "Karras", " Exponential", "Restart Karras", "LCM Beta"])
+def test_a_schedule_in_the_name_of_what_takes_none_is_no_solver(name):
+    assert options.find_solver(name) is None
 
 
 def test_the_names_are_those_of_the_solvers_that_there_are():
@@ -45,6 +52,10 @@ def test_the_names_are_those_of_the_solvers_that_there_are():
     asked = GenerateSettings.of(solver="DPM++ 2M Karras")
     assert (asked.solver, asked.karras) == ("dpmpp_2m", True)
     assert GenerateSettings.of(solver="DPM++ 2M", karras=False).karras is False
+    asked = GenerateSettings.of(solver="DPM++ 3M SDE Exponential", sigmas="exponential")
+    assert (asked.solver, asked.karras, asked.sigmas) == ("dpmpp_3m_sde", None, "exponential")
+    with pytest.raises(InputError, match="3M SDE Exponential' with beta sigmas; say dpmpp_3m_sde"):
+        GenerateSettings.of(solver="DPM++ 3M SDE Exponential", sigmas="beta")
     with pytest.raises(InputError, match="without Karras"):
         GenerateSettings.of(solver="DPM++ 2M Karras", karras=False)
     with pytest.raises(InputError, match="DPM\\+\\+ 2M Karras"):

@@ -138,6 +138,41 @@ def test_a_folder_without_runs_is_told_and_somebodys_own_recipe_hides_none(tmp_p
     assert [one.path for one in list_runs(tmp_path)] == [str(tmp_path / "a")]
 
 
+DAMAGE = ["", "[]", "5", '{"a": ', "[" * 50_000, "\0", '"x"', '{"step": "x"}']
+
+
+@pytest.mark.parametrize("content", DAMAGE)
+@pytest.mark.parametrize("name", ["bill.json", "environment.json", "plan.json", "metrics.jsonl"])
+def test_a_damaged_file_of_a_run_is_named_in_one_line_and_hides_no_other_run(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    """As a failing disk leaves it, or somebody's editor."""
+    make_run(tmp_path / "whole")
+    run = make_run(tmp_path / "run")
+    (run.path / name).write_text(content + "\n")
+    read = {
+        "bill.json": run.bill,
+        "plan.json": run.plan,
+        "environment.json": lambda: run.environment,
+        "metrics.jsonl": run.metrics,
+    }
+    if name == "metrics.jsonl":
+        assert read[name]() == []
+    elif (name, content) != ("environment.json", DAMAGE[-1]):
+        with pytest.raises(InputError, match=f"run/{name}' is damaged: .*; bring back a copy") as error:
+            read[name]()
+        assert "\n" not in str(error.value)
+    there = {Path(one.path).name for one in list_runs(tmp_path)}
+    assert there == ({"whole"} if name == "bill.json" else {"whole", "run"})
+
+
+def test_a_run_without_its_environment_is_damaged(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run.path / "environment.json").unlink()
+    with pytest.raises(InputError, match="environment.json' is missing"):
+        _ = run.environment
+
+
 def test_differences_are_told_by_dotted_key() -> None:
     told = differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 5}, "e": {"f": None, "g": 1}})
     assert told == {"a.c": (2, 5), "d": (3, None), "e.g": (None, 1)}

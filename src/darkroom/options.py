@@ -116,19 +116,29 @@ A1111_SCHEDULES = {
     "Beta": "beta",
 }
 """A1111's schedules that are spacings of sigmas."""
-_KNOWN: dict[str, tuple[str, bool | None]] = {
-    **{name.lower(): found for name, found in SAMPLERS.items()},
-    **{name: (name, None) for name in (*SOLVER_NAMES, *FLOW_SOLVER_NAMES)},
-    **{f"k_{name}": (name, None) for name, row in SOLVERS.items() if row.takes_karras},
+_KNOWN: dict[str, str] = {
+    **{name.lower(): solver for name, (solver, karras) in SAMPLERS.items() if not karras},
+    **{name: name for name in (*SOLVER_NAMES, *FLOW_SOLVER_NAMES)},
+    **{f"k_{name}": name for name, row in SOLVERS.items() if row.takes_karras},
 }
+_ENDINGS = {f" {name.lower()}": sigmas for name, sigmas in A1111_SCHEDULES.items()}
 
 
-def find_solver(name: str) -> tuple[str, bool | None] | None:
-    """A solver by darkroom's or A1111's name, and whether its sigmas are Karras'; None for no such name."""
-    return _KNOWN.get(" ".join(name.lower().split()))
+def find_solver(name: str) -> tuple[str, str | None] | None:
+    """A solver by darkroom's or A1111's name, and which of `SIGMAS` the name asks for; None for no such name.
+
+    A1111 took the schedule into a sampler's name until 2024 (DPM++ 2M SDE Exponential) and still reads it.
+    """
+    plain = " ".join(name.lower().split())
+    if plain in _KNOWN:
+        return _KNOWN[plain], None
+    ending = next((one for one in _ENDINGS if plain.endswith(one)), "")
+    solver = _KNOWN.get(plain.removesuffix(ending)) if ending else None
+    takes = solver in SOLVERS and SOLVERS[solver].takes_karras
+    return (solver, _ENDINGS[ending]) if solver is not None and takes else None
 
 
-def parse_solver(name: str) -> tuple[str, bool | None]:
+def parse_solver(name: str) -> tuple[str, str | None]:
     """`find_solver`, with an InputError for what is not known."""
     found = find_solver(name)
     if found is None:

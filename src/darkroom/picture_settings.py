@@ -7,6 +7,7 @@ The command line's options are generated from it, so nothing heavy is imported h
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -152,7 +153,7 @@ class GenerateSettings(BaseModel):
 
         A solver may have A1111's name; its 'Karras' is then `karras`.
         """
-        return checked(cls, {**given, **_solver(given.get("solver"), given.get("karras"))})
+        return checked(cls, {**given, **_solver(given)})
 
     def resolved(self, solver: str, own: float | None = None) -> GenerateSettings:
         """With the defaults of a solver in place of None, and with the model's `own` guidance scale."""
@@ -167,14 +168,20 @@ class GenerateSettings(BaseModel):
         )
 
 
-def _solver(name: Any, karras: bool | None) -> dict[str, Any]:
-    """A solver's own name, and Karras sigmas where A1111's name says so."""
-    if not isinstance(name, str):
+def _solver(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A solver's own name, and the spacing of sigmas that A1111's name says."""
+    if not isinstance(name := given.get("solver"), str):
         return {}
-    solver, given = parse_solver(name)
-    if given and karras is False:
-        raise InputError(f"solver '{name}' without Karras sigmas", mend=f"say {solver}")
-    return {"solver": solver, **({"karras": True} if given else {})}
+    solver, sigmas = parse_solver(name)
+    if sigmas is None:
+        return {"solver": solver}
+    if sigmas == "karras":
+        if given.get("karras") is False:
+            raise InputError(f"solver '{name}' without Karras sigmas", mend=f"say {solver}")
+        return {"solver": solver, "karras": True}
+    if given.get("sigmas") not in (None, sigmas):
+        raise InputError(f"solver '{name}' with {given['sigmas']} sigmas", mend=f"say {solver}")
+    return {"solver": solver, "sigmas": sigmas}
 
 
 Settings = TypeVar("Settings", bound=BaseModel)

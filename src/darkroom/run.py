@@ -8,12 +8,13 @@ before the first step.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +25,7 @@ from darkroom.bill import Bill
 from darkroom.errors import InputError
 from darkroom.hardware.system import atomic_replace, lock_file, remove_file, remove_tree
 
+LOG = logging.getLogger("darkroom")
 RECIPE, ENVIRONMENT, METRICS, BILL = "recipe.yaml", "environment.json", "metrics.jsonl", "bill.json"
 ENDED, PLAN = "ended.json", "plan.json"
 PROMPTS = "prompts.json"
@@ -83,7 +85,7 @@ class Run:
         """The resolved recipe."""
         try:
             content = yaml.safe_load((self.path / RECIPE).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise _no_run(self.path) from error
         if not isinstance(content, dict):
             raise _no_run(self.path)
@@ -92,8 +94,7 @@ class Run:
     @property
     def environment(self) -> dict[str, Any]:
         """Where the newest session ran; `sessions` lists the earlier ones."""
-        content: dict[str, Any] = json.loads((self.path / ENVIRONMENT).read_text(encoding="utf-8"))
-        return content
+        return _object_in(self.path / ENVIRONMENT)
 
     @property
     def ended_early(self) -> bool:
@@ -102,15 +103,14 @@ class Run:
 
     def bill(self) -> Bill | None:
         """What the run used so far, all sessions together."""
-        return Bill.load(self.path / BILL)
+        try:
+            return Bill.load(self.path / BILL)
+        except ValueError as error:  # also pydantic's, of what is no bill
+            raise DamagedRun(f"'{self.path / BILL}' is damaged: it is no bill", mend=_MEND_FILE) from error
 
     def plan(self) -> dict[str, Any] | None:
         """What the plan said of it as it started; None where it was not asked."""
-        try:
-            content: dict[str, Any] = json.loads((self.path / PLAN).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        return content
+        return _object_in(self.path / PLAN, _OF_PLAN) if (self.path / PLAN).exists() else None
 
     def set_plan(self, plan: Mapping[str, Any]) -> None:
         """Keep what the plan says of it."""
@@ -170,7 +170,9 @@ class Run:
                 return
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
+                return
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
                 return
             yield row, line
 
@@ -198,6 +200,30 @@ class Run:
             return not _try_lock(descriptor)
         finally:
             os.close(descriptor)
+
+
+class DamagedRun(InputError):
+    """A file of a run's folder that is not what training writes."""
+
+
+_OF_PLAN = ("batch", "step_s", "images_per_s", "peak_bytes", "steps", "hours", "cost", "device")
+
+
+def _object_in(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """A JSON object with these keys at least; DamagedRun for anything else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise DamagedRun(f"'{path}' is missing", mend="bring back a copy of the run") from error
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DamagedRun(f"'{path}' is damaged: {reason}", mend=_MEND_FILE) from error
+    if not isinstance(content, dict) or not content.keys() >= set(keys):
+        raise DamagedRun(f"'{path}' is damaged: it lacks what training writes", mend=_MEND_FILE)
+    return content
+
+
+_MEND_FILE = "bring back a copy of it, or remove it"
 
 
 class NoRun(InputError):
@@ -239,8 +265,12 @@ def list_runs(root: Path | str) -> list[RunSummary]:
         return [summarise(Run(root))]
     found = []
     for path in folders:
-        with suppress(NoRun):  # somebody's own recipe.yaml
+        try:
             found.append(summarise(Run(path)))
+        except NoRun:  # somebody's own recipe.yaml
+            continue
+        except DamagedRun as error:  # the others are listed
+            LOG.warning("%s", error)
     return found
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from darkroom.errors import InputError
 from darkroom.hardware.system import atomic_replace, sync_file
@@ -46,10 +46,31 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
         raise InputError(f"no file '{path}'")
     dicts = [name for name, field in kind.model_fields.items() if "dict" in str(field.annotation)]
     found = []
-    for cells in csv.DictReader(io.StringIO(_text(path, kind))):
-        values = {name: text for name, text in cells.items() if text}
-        found.append(kind.model_validate(values | {name: json.loads(cells[name] or "{}") for name in dicts}))
+    reader = csv.DictReader(io.StringIO(_text(path, kind)), strict=True)
+    try:
+        for cells in reader:
+            if None in cells or None in cells.values():
+                raise ValueError("another number of cells than the first line")
+            values = {name: text for name, text in cells.items() if text}
+            values |= {name: json.loads(cells[name] or "{}") for name in dicts}
+            found.append(kind.model_validate(values))
+    except (csv.Error, ValueError, RecursionError) as error:
+        raise InputError(
+            f"'{path}', line {reader.reader.line_num}, is no row of {_name(kind)}: {_reason(error)}"
+        ) from error
     return found
+
+
+def _name(kind: type[BaseModel]) -> str:
+    return f"{kind.__name__.lower()}s"
+
+
+def _reason(error: Exception) -> str:
+    """Why, in one line."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return " ".join(str(error).split())[:200]
 
 
 def check_table(path: Path, kind: type[Row]) -> str:
@@ -63,12 +84,12 @@ def check_table(path: Path, kind: type[Row]) -> str:
 
 
 def _text(path: Path, kind: type[Row]) -> str:
-    what = f"no table of {kind.__name__.lower()}s"
+    what = f"no table of {_name(kind)}"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # as Excel saves it
     except UnicodeDecodeError as error:
         raise InputError(f"'{path}' is {what}", mend="write to a new file") from error
-    header = tuple(next(csv.reader(io.StringIO(text)), ()))
+    header = tuple(text.split("\n", 1)[0].rstrip("\r").split(","))
     if text and header != tuple(kind.model_fields):
         raise InputError(
             f"'{path}' is {what}: it has the columns {', '.join(header)[:80]}", mend="write to a new file"

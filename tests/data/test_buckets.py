@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,11 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from darkroom.data import buckets as bucket_rows
 from darkroom.data.buckets import BucketIndex, Sorter, listed_buckets
 from darkroom.data.images import buckets, nearest_bucket
 from darkroom.data.order import BucketOrder, OrderSettings, Rows
 from darkroom.data.store import SCHEMA, Store
+
+# The package has a function of the module's name.
+bucket_rows = importlib.import_module("darkroom.data.buckets")
 
 ALLOWED = buckets(64, step=8)
 SMALL = OrderSettings(block_rows=8, window_blocks=4)

@@ -405,7 +405,7 @@ def test_a_torn_part_costs_only_its_rest(tmp_path):
     (source / "00000.tar").write_bytes(data[: 512 * 7 + 100])
     report = import_pictures(source, tmp_path / "s.lance")
     assert report.rejected["torn-part"] == 1
-    assert 3 <= report.added < 6
+    assert 2 <= report.added < 5  # the sample before the tear may have had more files
     (source / "00000.tar").write_bytes(data)
     assert import_pictures(source, tmp_path / "s.lance").num_rows == 6, "a mended part is read anew"
 
@@ -510,3 +510,20 @@ def test_a_source_in_which_nothing_is_a_picture_leaves_no_store(tmp_path):
     Store.create(tmp_path / "mine.lance")
     assert import_pictures(tmp_path / "a.tar", tmp_path / "mine.lance").added == 0
     assert Store.open(tmp_path / "mine.lance").num_rows == 0, "the control: a store that was there stays"
+
+
+def test_pictures_of_two_sources_come_back_with_the_second_when_the_first_is_deleted(tmp_path):
+    """They were doubles when it was read; a tar that was read to its end is not read again otherwise."""
+    for name in ("first", "second", "third"):
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as archive:
+            for key, data in list(PICTURES.items())[: 3 if name != "third" else 0]:
+                add(archive, f"{key}.png", data)
+                add(archive, f"{key}.txt", CAPTIONS[key].encode())
+            add(archive, f"{name}.png", encoded(noise_picture(len(name) * 7)))
+            add(archive, f"{name}.txt", name.encode())
+        import_pictures(tmp_path / f"{name}.tar", tmp_path / "s.lance")
+    store = Store.open(tmp_path / "s.lance")
+    assert store.sources() == {"first.tar": 4, "second.tar": 1, "third.tar": 1}
+    store.delete(source="first.tar")
+    again = import_pictures(tmp_path / "second.tar", tmp_path / "s.lance")
+    assert (again.added, again.doubles, again.num_rows) == (3, 1, 5)

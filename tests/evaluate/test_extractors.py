@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -210,6 +211,29 @@ def test_a_damaged_small_extractor_is_told(tmp_path):
     told = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(told | {"embedding": 64}))
     with pytest.raises(ModelError, match="no whole extractor"):
+        open_extractor(folder)
+
+
+@pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json"])
+@pytest.mark.parametrize("content", ["[]", "5", "[" * 50_000, '{"image_mean": 5, "crop_size": {}}', "{"])
+def test_a_damaged_file_of_an_extractor_is_one_line(tmp_path, file, content):
+    folder = small_extractor(tmp_path / "small")
+    kind = json.loads((folder / "config.json").read_text())["kind"]
+    if file == "config.json" and content.startswith('{"'):
+        content = json.dumps({"kind": kind, "resolution": [], "text": 1, "labels": None})
+    (folder / file).write_text(content)
+    with pytest.raises(ModelError, match=str(folder)) as error:
+        open_extractor(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_clip_without_words_is_refused(clip_folder, tmp_path):
+    """transformers opens it, and then all prompts are the same to it."""
+    folder = Path(shutil.copytree(clip_folder, tmp_path / "clip"))
+    told = json.loads((folder / "tokenizer.json").read_text())
+    told["model"] |= {"vocab": {}, "merges": []}
+    (folder / "tokenizer.json").write_text(json.dumps(told))
+    with pytest.raises(ModelError, match="its vocabulary is empty"):
         open_extractor(folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -139,10 +140,22 @@ def test_prompts_end_at_the_ends_of_lines_alone(tmp_path):
         ("a.csv", "prompt,n\none,1,2\n", "a.csv:2 has another number of cells"),
         ("a.csv", "prompt,n\none\n", "a.csv:2 has another number of cells"),
         ("a.csv", "prompt\n" + "x" * 200_000, "a.csv:2 is no CSV: field larger"),
+        ("a.csv", 'prompt,n\n"one,1\ntwo,2\n', "is no CSV: unexpected end of data"),
+        ("a.csv", 'prompt,n\n"a "red" hat",1\n', "a.csv:2 is no CSV: ',' expected after '\"'"),
     ],
-    ids=["list", "deep", "more", "fewer", "large"],
+    ids=["list", "deep", "more", "fewer", "large", "open quote", "quote inside"],
 )
 def test_what_is_no_table_of_prompts_is_refused(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=message):
         read_prompts(tmp_path / name)
+
+
+def test_an_empty_cell_is_no_prompt_and_text_in_parquet_must_be_utf8(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": NaN}\n{"prompt": "one"}\n')
+    assert read_prompts(tmp_path / "a.jsonl").texts == ("one",)
+    offsets = pa.py_buffer(struct.pack("<2i", 0, 4))
+    latin = pa.StringArray.from_buffers(1, offsets, pa.py_buffer(b"caf\xe9"))
+    pq.write_table(pa.table({"prompt": latin}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="holds text that is no UTF-8"):
+        read_prompts(tmp_path / "a.parquet")

@@ -384,3 +384,28 @@ def test_a_single_file_is_looked_through_too(whole: Path, tmp_path: Path) -> Non
     save_file(held | {name: held[name].long()}, file)
     with pytest.raises(ModelError, match=f"holds whole numbers for the tensor '{name}'"):
         models.load(file)
+
+
+@pytest.mark.parametrize(
+    ("part", "values"),
+    [
+        ("vae", {"block_out_channels": "abc"}),
+        ("vae", {"block_out_channels": []}),
+        ("vae", {"block_out_channels": [None]}),
+        ("vae", {"norm_num_groups": 7}),
+        ("vae", {"act_fn": "exec"}),
+        ("vae", {"sample_size": "big"}),
+        ("vae", {"_class_name": 5}),
+        ("unet", {"down_block_types": ["Unknown", "X"]}),
+        ("unet", {"layers_per_block": 10**9}),
+        ("text_encoder", {"architectures": 5, "num_attention_heads": 0}),
+        ("text_encoder", {"hidden_size": "x"}),
+    ],
+)
+def test_an_outline_of_what_cannot_be_is_refused_in_one_line(model: Path, part: str, values: Any) -> None:
+    """`generate` looks at the outline before it opens the model."""
+    assert models.outlined(str(model), PARTS).unet is not None
+    setting(f"{part}/config.json", **values)(model)
+    with pytest.raises(ModelError, match=str(model / part)) as error:
+        models.outlined(str(model), PARTS)
+    assert "\n" not in str(error.value)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from darkroom.cli.application import main
+from darkroom.errors import InputError
 from darkroom.hardware.cards import cards, find_card
 from darkroom.measure.trace import draw_trace
 from darkroom.plan import pictures
@@ -190,3 +191,15 @@ def test_a_wrong_line_is_named(capsys, tmp_path, line, word):
     assert len(err.strip().splitlines()) == 1
     code, _, err = told(capsys, "--trace", tmp_path / "none.jsonl")
     assert code == 2
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 50_000, '{"at": 0, "width": 1e999, "height": 8, "steps": 1, "guidance": 1}', "5", "null"]
+)
+def test_a_line_of_a_trace_that_is_no_request_is_named(tmp_path, line):
+    whole = '{"at": 0, "width": 8, "height": 8, "steps": 1, "guidance": 1}'
+    (tmp_path / "trace.jsonl").write_text(f"{whole}\n{line}\n")
+    with pytest.raises(InputError, match="trace.jsonl, line 2"):
+        read_trace(tmp_path / "trace.jsonl")
+    (tmp_path / "trace.jsonl").write_text(f"{whole}\n{whole}\n")
+    assert len(read_trace(tmp_path / "trace.jsonl")) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,17 @@ def test_what_cannot_fit_by_its_settings_alone_is_refused_at_once(monkeypatch, f
     estimate.check_at_once("sd15", (2048, 2048), **asked)
     with pytest.raises(InputError, match="needs at least"):
         estimate.check_at_once(str(folder), (16384, 16384), **asked)
+
+
+@pytest.mark.parametrize("widths", ["abc", [], [None], 5, [[8]], [True]])
+def test_a_vae_without_known_widths_is_left_to_those_who_open_it(tmp_path, widths):
+    asked: dict[str, Any] = {"tiled": False, "device": CPU, "dtype": torch.float32}
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text(json.dumps({"block_out_channels": widths}))
+    estimate.check_at_once(str(tmp_path), (64, 64), **asked)
+    (tmp_path / "vae" / "config.json").write_text("[" * 50_000)
+    with pytest.raises(InputError, match="is no JSON: maximum recursion"):
+        estimate.check_at_once(str(tmp_path), (64, 64), **asked)
 
 
 @pytest.mark.parametrize("family", ["tiny", "tiny-dit"])

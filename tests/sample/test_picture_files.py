@@ -25,6 +25,7 @@ from darkroom.sample.pictures import (
     decode,
     make_grid,
     parse_a1111,
+    prompt_in,
     read_parameters,
     save_pictures,
 )
@@ -229,6 +230,55 @@ def test_numbers_and_texts_that_nothing_can_hold_are_left_out() -> None:
     )
     assert {"guidance", "eta", "seed", "clip_skip", "width"}.isdisjoint(told)
     assert (told["hires"]["steps"], told["model"]) == (None, '"\\ud800"')
+
+
+@pytest.mark.parametrize("last", ["Steps: of stone", "Steps: two, Seed: 3", "Steps:"])
+def test_a_prompt_whose_last_line_begins_with_steps_stays_whole(last: str) -> None:
+    assert parse_a1111(f"a stair\n{last}") == {"prompt": f"a stair\n{last}", "negative": ""}
+
+
+def test_lines_may_end_as_windows_ends_them() -> None:
+    told = parse_a1111("a\r\nb\r\nNegative prompt: c\r\nd\r\nSteps: 3, Seed: 4\r\n")
+    assert (told["prompt"], told["negative"], told["seed"]) == ("a\nb", "c\nd", 4)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "solver", "sigmas"),
+    [
+        ("DPM++ 2M SDE Exponential", "dpmpp_2m_sde", {"exponential": True}),
+        ("DPM++ 3M SDE Karras", "dpmpp_3m_sde", {"karras": True}),
+        ("Euler Beta", "euler", {"sigmas": "beta"}),
+    ],
+)
+def test_a_schedule_in_the_samplers_name_is_read(sampler: str, solver: str, sigmas: dict[str, Any]) -> None:
+    """As A1111 wrote it until 2024."""
+    told = parse_a1111(f"a\nSteps: 20, Sampler: {sampler}, Seed: 1, Size: 8x8")
+    found = {name: told[name] for name in ("karras", "exponential", "sigmas") if name in told}
+    assert (told["solver"], found) == (solver, sigmas)
+
+
+INFOTEXT = "a caf\u00e9, \u732b\nNegative prompt: b\nSteps: 20, Sampler: Euler a, Seed: 7, Size: 64x64"
+
+
+@pytest.mark.parametrize(
+    ("comment", "read"),
+    [
+        (b"UNICODE\0" + INFOTEXT.encode("utf-16-be"), True),
+        (b"UNICODE\0" + INFOTEXT.encode("utf-16-le"), True),
+        (b"UNICODE\0" + INFOTEXT.encode("utf-16"), True),
+        (b"ASCII\0\0\0" + INFOTEXT.encode(), True),
+        (b"ASCII\0\0\0Screenshot", False),
+        (b"UNICODE\0" + "Steps to the sea".encode("utf-16-be"), False),
+        (b"\0" * 8, False),
+    ],
+    ids=["high byte first", "low byte first", "marked", "ascii", "screenshot", "comment", "empty"],
+)
+def test_a_jpegs_comment_is_read_where_it_says_how_the_picture_was_made(tmp_path, comment, read) -> None:
+    """Phones write comments too: they are no prompts."""
+    exif = Image.Exif()
+    exif.get_ifd(0x8769)[0x9286] = comment
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.jpg", exif=exif)
+    assert prompt_in(tmp_path / "a.jpg") == ("a caf\u00e9, \u732b" if read else None)
 
 
 def bomb() -> bytes:

@@ -57,6 +57,12 @@ def test_bounds_come_from_the_file_then_limit_then_options_of_their_own(tmp_path
         ("queue_s: .inf", "limit queue_s: Input should be a finite number"),
         ("head_s: 1e400", "limit head_s: Input should be a finite number"),
         ("{" * 3000, "nested deeper"),  # it had been a traceback
+        ("steps: 40\nsteps: 400", "the key 'steps' is given twice"),
+        ("steps: 010", "'010' is another number in other versions"),
+        ("queue_s: 1:30", "'1:30' is another number"),
+        ("[" * 50_000, "nested deeper than 32"),
+        ('steps: "\\U00110000"', "no YAML"),
+        ("a: &a [x, *a]", "stands inside of what it names"),
     ],
 )
 def test_a_limits_file_with_a_mistake_is_refused_in_one_line(tmp_path, text, why):

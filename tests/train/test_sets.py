@@ -134,7 +134,7 @@ def test_captions_come_from_kohyas_json(base: Path, sets: list[dict[str, Any]], 
     names = sorted(path.name for path in Path(sets[0]["folder"]).iterdir())
     told = {
         f"/elsewhere/{names[0]}": {"caption": "a dog", "tags": "grass, sun"},
-        Path(names[1]).stem: {"tags": "snow"},
+        Path(names[1]).stem: {"tags": ["snow"]},
     }
     (tmp_path / "meta.json").write_text(json.dumps(told))
     both = [{**sets[0], "captions": str(tmp_path / "meta.json"), "prompt": "else"}, sets[1]]
@@ -148,6 +148,9 @@ def test_captions_come_from_kohyas_json(base: Path, sets: list[dict[str, Any]], 
         "0.png": "a red square 0",
         "1.png": "a red square 1",
     }
+    (tmp_path / "meta.json").write_text(json.dumps({names[0]: {"caption": {"en": "a dog"}}}))
+    with pytest.raises(RecipeError, match=r"data.sets.0.captions: .*\{'en': 'a dog'\}; allowed: text"):
+        make_job(recipe_of(base, both), Pinned(tmp_path / "another"))
     (tmp_path / "meta.json").write_text("[1]")
     with pytest.raises(RecipeError, match=r"data.sets.0.captions: .*allowed: \{picture: \{caption"):
         make_job(recipe_of(base, both), Pinned(tmp_path / "other"))

@@ -28,6 +28,8 @@ def recipe_file(recipe_of: MakeRecipe, folder: Path, *overrides: str) -> Path:
 
 def test_values_with_commas_are_recipes_but_texts_are_not(recipe_of: MakeRecipe, tmp_path: Path) -> None:
     file = recipe_file(recipe_of, tmp_path)
+    with pytest.raises(RecipeError, match="train.seed: not readable as YAML: '010'"):
+        read_sweep(file, ["train.seed=010,5"])
     found = read_sweep(file, ["optim.lr=1e-5,5e-5,1e-4", "train.seed=0,1", "train.steps=3"])
     assert [settings for settings, _ in found][:3] == [
         {"optim.lr": "1e-5", "train.seed": 0},

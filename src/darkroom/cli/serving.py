@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 OF_RAY = ("ray_address", "replicas", "jobs_per_replica", "replica_cpus", "replica_gpus")
 MOST_REPLICAS = 1000
+MOST_LIMITS = 100_000
+"""Values in a file of limits, which may have some for each key."""
 MODELS_HELP = "a model folder, a hub id, or a family; several, or a folder of models, are chosen by name"
 
 
@@ -252,7 +254,7 @@ def _limits_file(path: Path) -> dict[str, Any]:
     from darkroom.recipe.read import parse_yaml
 
     try:
-        content = parse_yaml(read_typed(path))
+        content = parse_yaml(read_typed(path), max_nodes=MOST_LIMITS)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--limits '{path}' cannot be read: {error}") from error
     except yaml.YAMLError as error:

@@ -140,8 +140,14 @@ class Sidecars:
             _append_lines(self.root / PARTS, lines)
 
     def forget_finished(self, source: str) -> None:
-        """Have a source read anew from its start."""
-        lines = [json.dumps(record) + "\n" for record in self._lines(PARTS) if record.get("source") != source]
+        """Have a source read anew from its start, and parts of others with pictures that it may have had too:
+        those were not added, and go with it.
+        """
+        lines = [
+            json.dumps(record) + "\n"
+            for record in self._lines(PARTS)
+            if record.get("source") != source and not record.get("doubles")
+        ]
         if self.root is not None and (self.root / PARTS).is_file():
             write_atomically(self.root / PARTS, "".join(lines))
 

@@ -9,7 +9,6 @@ Shapes: N pictures, B of a batch, D numbers of a feature, C channels, h w cells,
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from darkroom.errors import InputError, MissingExtra, ModelError, is_system_fail
 from darkroom.evaluate.pictures import Preprocess, in_batches
 from darkroom.evaluate.small import KIND, TrainingHashes, open_small, word_ids
 from darkroom.evaluate.statistics import Array
+from darkroom.models.checked import check_tokenizer, read_json
 from darkroom.models.hub import fetch, is_hub_id
 from darkroom.models.quiet import quiet
 
@@ -161,10 +161,8 @@ def _from_hub(name: str) -> Path:
 
 def _kind(folder: Path) -> str:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        if is_system_failure(error):
-            raise
+        config = read_json(folder / "config.json")
+    except ModelError as error:
         raise ModelError(f"'{folder}' is no extractor", allowed=f"a folder of {KINDS}") from error
     kind = config.get("kind") or config.get("model_type")
     if kind not in (KIND, INCEPTION, "clip", *VISION):
@@ -236,6 +234,7 @@ def _clip(name: str, folder: Path, device: str | torch.device) -> Extractor:
     from transformers import CLIPModel, CLIPTokenizer
 
     module = _pretrained(CLIPModel, folder).to(device)
+    check_tokenizer(folder)  # transformers opens one without words, for which all prompts are the same
     try:
         tokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, TypeError) as error:

@@ -25,6 +25,7 @@ from darkroom.data.importers.source import pictures_below
 from darkroom.data.store import Store
 from darkroom.errors import InputError, ModelError
 from darkroom.hardware.system import atomic_replace, remove_file
+from darkroom.models.checked import read_json
 from darkroom.models.model import Model
 
 BATCH = 64
@@ -179,13 +180,14 @@ class Preprocess(BaseModel):
     @classmethod
     def read(cls, folder: Path) -> Preprocess:
         """As the folder's file says; ModelError where there is none."""
+        if not (folder / FILE).exists():
+            raise ModelError(f"'{folder}' has no {FILE}", mend="it says how pictures are resized")
+        config = read_json(folder / FILE)
         try:
-            config = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise ModelError(f"'{folder}' has no {FILE}", mend="it says how pictures are resized") from error
-        except ValueError as error:
-            raise ModelError(f"'{folder / FILE}' is no JSON: {error}") from error
-        return cls.of(config)
+            return cls.of(config)
+        except (LookupError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ModelError(f"'{folder / FILE}' does not say how pictures are resized: {reason}") from error
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Preprocess:

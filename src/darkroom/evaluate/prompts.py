@@ -15,6 +15,7 @@ from typing import Any
 from darkroom.data.importers.folder import FolderSource
 from darkroom.data.importers.source import CAPTION_NAMES, Columns, find_name, no_column
 from darkroom.data.store import Store
+from darkroom.data.texts import flaw_of
 from darkroom.errors import InputError, is_system_failure
 from darkroom.evaluate.pictures import FolderPictures
 
@@ -81,6 +82,8 @@ def read_prompts(
     else:
         found = _file(Path(where), column)
     found = [text for raw in found if (text := " ".join(raw.split()))]
+    if flaw := next((flaw for text in found if (flaw := flaw_of(text))), ""):
+        raise InputError(f"prompts of '{name}': {flaw.replace('caption', 'prompt')}")
     if len(found) > (most or len(found)):
         found = found[:most]
     return Prompts.of(name, [_filled(text, token, class_word) for text in found], token)
@@ -179,7 +182,7 @@ def _file(path: Path, column: str | None) -> list[str]:
 
 def _text_of(value: Any, place: str) -> str:
     """A cell as a prompt, nothing where it is empty; InputError for a list or an object, which is none."""
-    if value is None:
+    if value is None or value != value:  # not-a-number, which tables write where a cell is empty
         return ""
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
@@ -198,7 +201,10 @@ def _json_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
 
 
 def _table_rows(path: Path, text: str, suffix: str) -> Iterator[dict[str, Any]]:
-    reader = csv.DictReader(io.StringIO(text), delimiter="\t" if suffix == ".tsv" else ",")
+    reader = csv.DictReader(io.StringIO(text), delimiter="\t" if suffix == ".tsv" else ",", strict=True)
+    named = [column for column in reader.fieldnames or () if column]
+    if twice := next((column for column in named if named.count(column) > 1), None):
+        raise InputError(f"'{path}' has two columns '{twice}'", mend="take one out")
     try:
         for row in reader:
             if None in row or None in row.values():
@@ -217,6 +223,8 @@ def _parquet(path: Path, column: str | None) -> list[str]:
         chosen = _column(path, column, names)
         values = pq.read_table(path, columns=[chosen])[chosen].to_pylist()
         return [_text_of(value, f"'{path}', row {i}") for i, value in enumerate(values, 1)]
+    except UnicodeDecodeError as error:
+        raise InputError(f"'{path}' holds text that is no UTF-8") from error
     except (pa.ArrowInvalid, OSError) as error:
         if is_system_failure(error):
             raise

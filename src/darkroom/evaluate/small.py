@@ -33,6 +33,7 @@ from darkroom.evaluate.pictures import FILE as PREPROCESS_FILE
 from darkroom.evaluate.pictures import Pictures
 from darkroom.evaluate.settings import SmallSettings
 from darkroom.hardware.accelerator import new_tensor
+from darkroom.models.checked import read_json
 from darkroom.models.folder import replaced_folder
 from darkroom.models.tensor_file import write_tensors
 
@@ -186,14 +187,22 @@ def open_small(folder: Path) -> SmallExtractor:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    config = read_json(folder / CONFIG_FILE)
     try:
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         settings = SmallSettings(**{name: config[name] for name in SmallSettings.model_fields})
         network = SmallExtractor(
             settings, resolution=int(config["resolution"]), text=bool(config["text"]), labels=config["labels"]
         )
         network.load_state_dict(load_file(str(folder / WEIGHTS_FILE)))
-    except (OSError, ValueError, KeyError, RuntimeError, ValidationError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RuntimeError,
+        ValidationError,
+        SafetensorError,
+    ) as error:
         if is_system_failure(error):
             raise
         reason = str(error).strip().splitlines()[0]

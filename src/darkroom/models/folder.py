@@ -233,7 +233,7 @@ def _open(path: Path, parts: Sequence[str] | None, variant: str | None, as_store
         LatentScaling.of(model.vae)  # raises for what nobody could decode with
     for i in range(2):
         if "text_encoder" in wanted and (folder := path / numbered("text_encoder", i)).is_dir():
-            model.text_encoders.append(read_part(_text_class(folder), folder, variant, as_stored))
+            model.text_encoders.append(read_part(text_class(folder), folder, variant, as_stored))
         if "tokenizer" in wanted and (folder := path / numbered("tokenizer", i)).is_dir():
             model.tokenizers.append(read_tokenizer(folder))
     check_fit(model, f"'{path}'")
@@ -275,13 +275,15 @@ def denoiser_class(folder: Path) -> Any:
     return DiT
 
 
-def _text_class(folder: Path) -> Any:
+def text_class(folder: Path) -> Any:
+    """The class of the text encoder in a folder; ModelError for one that is not CLIP's."""
     from darkroom.models.parts import CLIPTextModel, CLIPTextModelWithProjection
 
     config = read_json(folder / "config.json")
     if (kind := config.get("model_type", "clip_text_model")) not in ("clip_text_model", "clip"):
         raise ModelError(f"'{folder}' is a {kind}", allowed="CLIP's text encoder (clip_text_model)")
-    with_projection = "CLIPTextModelWithProjection" in (config.get("architectures") or [])
+    named = config.get("architectures")
+    with_projection = isinstance(named, list) and "CLIPTextModelWithProjection" in named
     return CLIPTextModelWithProjection if with_projection else CLIPTextModel
 
 
@@ -295,7 +297,7 @@ def read_part(cls: Any, folder: Path, variant: str | None = None, as_stored: boo
     if variant and not any(folder.glob(f"*.{variant}*.safetensors")):
         raise ModelError(f"'{folder}' holds no weights of variant '{variant}'", mend="leave the variant out")
     of_transformers = cls.__module__.startswith("transformers")
-    _check_kind(cls, folder, of_transformers)
+    check_kind(cls, folder, of_transformers)
     files = weight_files(folder, variant)
     types = tensor_types(files)
     # transformers then says which tensors have another shape; diffusers says it in its error.
@@ -332,7 +334,7 @@ def read_part(cls: Any, folder: Path, variant: str | None = None, as_stored: boo
     return opened
 
 
-def _check_kind(cls: Any, folder: Path, of_transformers: bool) -> None:
+def check_kind(cls: Any, folder: Path, of_transformers: bool) -> None:
     """ModelError for a configuration of another class: its weights would be looked for in vain."""
     config = read_json(folder / "config.json")
     kind = config.get("_class_name", cls.__name__)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from darkroom.errors import ModelError
-from darkroom.models.checked import check_complete, read_json, tensor_types, weight_files
+from darkroom.models.checked import check_complete, read_json, read_scheduler, tensor_types, weight_files
 from darkroom.models.families import FAMILIES, PUBLISHED, check_fit, create
-from darkroom.models.folder import BAD_SETTINGS, check_reference, denoiser_class, denoiser_of, load
+from darkroom.models.folder import (
+    BAD_SETTINGS,
+    check_kind,
+    check_reference,
+    denoiser_class,
+    denoiser_of,
+    load,
+    text_class,
+)
 from darkroom.models.hub import fetch
 from darkroom.models.model import PARTS, Model, numbered
 from darkroom.models.quick_open import without_start
@@ -100,30 +107,22 @@ def _folder(ref: str, revision: str | None) -> Path:
 
 
 def _from_configs(path: Path, parts: tuple[str, ...]) -> Model:
-    from darkroom.models.parts import (
-        AutoencoderKL,
-        CLIPTextConfig,
-        CLIPTextModel,
-        CLIPTextModelWithProjection,
-    )
+    from darkroom.models.parts import AutoencoderKL
 
     file = path / "scheduler" / "scheduler_config.json"
     model = Model(
         family="custom",
         path=str(path),
-        scheduler=json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {},
+        scheduler=read_scheduler(file) if file.is_file() else {},
     )
     with without_start("meta"):
         if "unet" in parts and (folder := path / denoiser_of(path)).is_dir():
-            model.unet = denoiser_class(folder).from_config(_config(folder))
+            model.unet = _built(denoiser_class(folder), folder)
         if "vae" in parts and (path / "vae").is_dir():
-            model.vae = AutoencoderKL.from_config(_config(path / "vae"))
+            model.vae = _built(AutoencoderKL, path / "vae")
         for i in range(2):
             if "text_encoder" in parts and (folder := path / numbered("text_encoder", i)).is_dir():
-                config = _config(folder)
-                projected = "CLIPTextModelWithProjection" in config.get("architectures", [])
-                cls = CLIPTextModelWithProjection if projected else CLIPTextModel
-                model.text_encoders.append(cls(CLIPTextConfig(**config)))
+                model.text_encoders.append(_built(text_class(folder), folder))
     if not model.modules:
         raise ModelError(f"'{path}' is no model folder", mend=f"it should hold {', '.join(PARTS)}")
     for module in model.modules.values():
@@ -131,6 +130,17 @@ def _from_configs(path: Path, parts: tuple[str, ...]) -> Model:
     return model
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = read_json(folder / "config.json")
-    return content
+def _built(cls: Any, folder: Path) -> Any:
+    """A part by its configuration; ModelError for one that nothing can be built by."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    from darkroom.models.parts import CLIPTextConfig
+
+    of_transformers = cls.__module__.startswith("transformers")
+    check_kind(cls, folder, of_transformers)
+    config = read_json(folder / "config.json")
+    try:
+        return cls(CLIPTextConfig(**config)) if of_transformers else cls.from_config(config)
+    except (StrictDataclassError, *BAD_SETTINGS) as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ModelError(f"'{folder}' could not be opened: {reason}") from error

@@ -14,7 +14,7 @@ USUAL_GUIDANCE = 7.5
 
 def own_guidance(model: str) -> float:
     """The guidance scale that a model folder notes, else the usual one."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         index = json.loads((Path(model) / "model_index.json").read_text(encoding="utf-8"))
         return float(index["_darkroom"]["guidance"])
     return USUAL_GUIDANCE

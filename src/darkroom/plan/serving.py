@@ -73,7 +73,7 @@ def _request(path: Path, number: int, line: str, rate: float) -> Request:
         whole = [int(record[key]) for key in ("width", "height", "steps")]
         if not (at >= 0 and math.isfinite(at + guidance) and min(whole) >= 1):
             raise ValueError
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         raise InputError(
             f"--trace {path}, line {number}: {line.strip()[:60]}",
             allowed='{"at": 0.5, "width": 512, "height": 512, "steps": 30, "guidance": 7.5}',

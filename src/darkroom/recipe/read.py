@@ -65,8 +65,8 @@ def read_sweep(
     for chosen in itertools.product(*choices):
         apart = [one for one, all_ in zip(chosen, choices, strict=True) if len(all_) > 1]
         pairs = (one.partition("=") for one in apart)
-        settings = {key: parse_yaml(value) for key, _, value in pairs}
         made = make_recipe(content, chosen, source=str(path))
+        settings = {key: parse_yaml(value) for key, _, value in pairs}
         made._derived = (*notes, *made.derived)
         found.append((settings, made))
     return found
@@ -259,16 +259,16 @@ class _Loader(yaml.SafeLoader):
             raise _wrong(f"{_shown(node.value)} is no {kind}", node.start_mark) from error
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str, *, max_nodes: int = MAX_NODES) -> Any:
     """What YAML says.
 
-    YAMLError where it is wrong, ambiguous (a key given twice, 010), or larger than any recipe.
+    YAMLError where it is wrong, ambiguous (a key given twice, 010), or has more values than any recipe.
     """
-    _check_size(text)
+    _check_size(text, max_nodes)
     return yaml.load(text, Loader=_Loader)
 
 
-def _check_size(text: str) -> None:
+def _check_size(text: str, max_nodes: int) -> None:
     """YAMLError for what is nested too deep or, with aliases written out, too long; nothing is built."""
     open_: list[tuple[str | None, int]] = []  # anchors of the collections around, and nodes before them
     sizes: dict[str, int] = {}
@@ -289,8 +289,8 @@ def _check_size(text: str) -> None:
                 open_.append((event.anchor, nodes))
             if len(open_) > MAX_DEPTH:
                 raise _wrong(f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
-            if nodes > MAX_NODES:
-                raise _wrong(f"more than {MAX_NODES:,} values, aliases written out", event.start_mark)
+            if nodes > max_nodes:
+                raise _wrong(f"more than {max_nodes:,} values, aliases written out", event.start_mark)
 
 
 def _events(text: str) -> Iterator[yaml.Event]:

@@ -94,10 +94,15 @@ def _read(path: Path) -> SampledRun:
 
 def _prompts(run: Run, recipe: dict[str, Any]) -> list[Any]:
     """What was drawn: as the run noted it, or as its recipe says."""
-    with suppress(OSError, ValueError):
-        noted: list[Any] = json.loads((run.path / PROMPTS).read_text(encoding="utf-8"))
-        return noted
+    with suppress(OSError, ValueError, RecursionError):
+        noted = json.loads((run.path / PROMPTS).read_text(encoding="utf-8"))
+        if isinstance(noted, list) and all(_is_prompt(one) for one in noted):
+            return noted
     return list(recipe.get("sample", {}).get("prompts") or ())
+
+
+def _is_prompt(one: Any) -> bool:
+    return isinstance(one, str) or (isinstance(one, dict) and "prompt" in one)
 
 
 def _words(prompt: Any) -> str:

@@ -19,7 +19,7 @@ from darkroom.report import html, plots
 from darkroom.report.measurements import measurement_sections
 from darkroom.report.planned import RunData, planned_table, plans_of
 from darkroom.report.plots import Curve
-from darkroom.run import Run
+from darkroom.run import ENVIRONMENT, RECIPE, Run
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 _MOST_GRIDS = 13
@@ -64,10 +64,8 @@ def _read(run: Run, name: str, plans: Mapping[Path, Mapping[str, Any]]) -> RunDa
 
 def _try(run: Run, part: str) -> dict[str, Any]:
     """A part of a run, empty where its file is missing."""
-    try:
-        found: dict[str, Any] = getattr(run, part)
-    except FileNotFoundError:
-        return {}
+    there = (run.path / {"recipe": RECIPE, "environment": ENVIRONMENT}[part]).exists()
+    found: dict[str, Any] = getattr(run, part) if there else {}
     return found
 
 

@@ -5,7 +5,6 @@ Counted on the model's outline (`models.outlined`), which has shapes and no weig
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from darkroom.hardware import accelerator
 from darkroom.hardware.cards import peak_flops
 from darkroom.hardware.machine import GIB, cgroup_memory_limit
 from darkroom.hardware.memory import resident_bytes
+from darkroom.models.checked import read_json
 from darkroom.models.families import FAMILIES
 from darkroom.models.model import NAMES
 from darkroom.sample.generate import Pass, checked_size, second_pass, table_for, with_lcm
@@ -80,11 +80,11 @@ def check_at_once(
 
 
 def _vae_config(folder: Path) -> Mapping[str, Any] | None:
-    try:
-        config: Mapping[str, Any] = json.loads((folder / "vae" / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return config if "block_out_channels" in config else None
+    """A folder's, where it tells how wide the VAE is; what is wrong in it is refused when it is opened."""
+    file = folder / "vae" / "config.json"
+    config: Mapping[str, Any] = read_json(file) if file.is_file() else {}
+    widths = config.get("block_out_channels")
+    return config if isinstance(widths, list) and widths and all(type(n) is int for n in widths) else None
 
 
 def check_before(

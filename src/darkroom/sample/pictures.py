@@ -6,6 +6,7 @@ under `darkroom`, which says everything. Shapes: B C H W latents.
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import logging
@@ -36,6 +37,8 @@ DECODE_PIXELS = 1024 * 1024
 DECODE_PICTURES = 32
 KINDS: dict[str, dict[str, Any]] = {"png": {}, "jpeg": {"quality": 92}, "webp": {"quality": 92}}
 EXIF_IFD, EXIF_DESCRIPTION, EXIF_COMMENT, EXIF_UNICODE = 0x8769, 0x010E, 0x9286, b"UNICODE\0"
+EXIF_ASCII = b"ASCII\0\0\0"
+HAS_STEPS = re.compile(r"^Steps: \d", re.MULTILINE)
 
 # What decoding at once may take of a card's free memory, and a pixel of it in float32, kernels' own included.
 DECODE_SHARE, DECODER_BYTES_A_PIXEL = 0.25, 1500
@@ -307,13 +310,29 @@ def _exif_texts(image: Image.Image) -> dict[str, str]:
     exif = image.getexif()
     comment = exif.get_ifd(EXIF_IFD).get(EXIF_COMMENT)
     texts = {}
-    if isinstance(comment, bytes) and comment.startswith(EXIF_UNICODE):
-        texts[A1111_KEY] = comment[len(EXIF_UNICODE) :].decode("utf-16-be", "replace")
+    text = _comment_text(comment) if isinstance(comment, bytes) else ""
+    if HAS_STEPS.search(text):  # others are a camera's or a phone's, and no prompts
+        texts[A1111_KEY] = text
     with suppress(ValueError, TypeError, RecursionError):
         content = json.loads(str(exif.get(EXIF_DESCRIPTION, "")))
         if isinstance(content, dict) and JSON_KEY in content:
             texts[JSON_KEY] = json.dumps(content[JSON_KEY])
     return texts
+
+
+def _comment_text(comment: bytes) -> str:
+    """EXIF's UserComment. A1111 writes UTF-16 with the high byte first, whatever the file's order is; other
+    programs keep to the file's, or write ASCII.
+    """
+    if comment.startswith(EXIF_ASCII):
+        return comment[len(EXIF_ASCII) :].decode("utf-8", "replace").rstrip("\0")
+    if not comment.startswith(EXIF_UNICODE):
+        return ""
+    body = comment[len(EXIF_UNICODE) :]
+    if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return body.decode("utf-16", "replace")
+    low_first = body[1::2].count(0) > body[0::2].count(0)
+    return body.decode("utf-16-le" if low_first else "utf-16-be", "replace")
 
 
 def make_grid(images: Sequence[Image.Image], columns: int | None = None) -> Image.Image:
@@ -440,7 +459,7 @@ def parameters_in(image: Image.Image) -> dict[str, Any] | None:
     texts = {key: str(value) for key, value in image.info.items() if key in (JSON_KEY, A1111_KEY)}
     texts = texts or _exif_texts(image)
     if JSON_KEY in texts:
-        with suppress(json.JSONDecodeError):
+        with suppress(ValueError, RecursionError):
             parameters = json.loads(texts[JSON_KEY])
             if isinstance(parameters, dict):
                 return parameters
@@ -449,6 +468,7 @@ def parameters_in(image: Image.Image) -> dict[str, Any] | None:
     return None
 
 
+MOST_SCALE = 100
 MOST_LINE = 16_384
 """Characters of A1111's line of pairs; a longer one is part of the prompt."""
 PAIR_KEY = re.compile(r"[\w ./-]+")
@@ -457,9 +477,9 @@ PAIR_QUOTED = re.compile(r'\s*("(?:\\.|[^\\"])+")\s*(?:,|$)')
 
 def parse_a1111(text: str) -> dict[str, Any]:
     """A1111's `parameters` text to darkroom's names; pairs without one keep their own."""
-    *head, last = text.strip().split("\n")
+    *head, last = text.strip().replace("\r\n", "\n").split("\n")
     pairs = dict(_pairs(last)) if len(last) <= MOST_LINE else {}
-    if "Steps" not in pairs:
+    if not pairs.get("Steps", "").isdecimal():  # a last line of the prompt, such as "Steps: of stone"
         head, pairs = [*head, last], {}
     split = next((i for i, line in enumerate(head) if line.startswith("Negative prompt:")), len(head))
     negative = "\n".join(head[split:]).removeprefix("Negative prompt:").strip()
@@ -488,6 +508,8 @@ def _with_hires(parameters: dict[str, Any]) -> dict[str, Any]:
     scale, sides = parameters.pop("Hires upscale", None), None
     has_size = {"width", "height"} <= set(parameters)  # A1111 says the size of the first pass
     first = (parameters["width"], parameters["height"]) if has_size else None
+    if scale is not None and not 0 < scale <= MOST_SCALE:
+        scale = None
     if scale is None and first is not None:
         scale, sides = _resized(first, str(parameters.get("Hires resize")))
     if scale is None:
@@ -544,12 +566,12 @@ def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
                 if math.isfinite(number):
                     yield name, number
         elif key == "Sampler":
-            plain = value.removesuffix(" Karras")
-            known = find_solver(plain)
-            solver = plain if known is None else known[0]
+            solver, sigmas = find_solver(value) or (value, None)
             yield "solver", solver
-            if plain != value:
-                yield "karras", True
+            if sigmas in ("karras", "exponential"):
+                yield sigmas, True
+            elif sigmas is not None:
+                yield "sigmas", sigmas
         elif key == "Clip skip" and re.fullmatch(r"\d{1,3}", value, re.ASCII):
             yield "clip_skip", max(0, int(value) - 1)
         elif key == "Schedule type":

@@ -84,8 +84,8 @@ def _read_line(place: str, line: str) -> dict[str, Any]:
     if "prompt" not in settings:
         raise InputError(f"{place}: no --prompt")
     width, height = settings.pop("width", None), settings.pop("height", None)
-    if width or height:
-        settings["size"] = (width or height, height or width)
+    if width is not None or height is not None:
+        settings["size"] = (height if width is None else width, width if height is None else height)
     return settings
 
 

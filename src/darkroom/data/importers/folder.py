@@ -194,6 +194,7 @@ class FolderSource:
         self.recoded: Counter[str] = Counter()
         self.total: int | None = 0
         self.same_name = 0
+        self._torn: list[tuple[Tree, str]] = []
         self._with_pictures: list[Tree] = []
         for tree in self._trees:
             before = self.total
@@ -260,12 +261,28 @@ class FolderSource:
             caption = _caption_beside(tree, name, self._decode)
         except TextError as error:
             return Problem(key, "bad-caption", str(error))
+        torn = self._torn_above(tree, name) if caption is None else None
+        if torn is not None:
+            return Problem(key, "bad-metadata", f"{torn} has lines that cannot be read: one may be its own")
         return found, caption, {}
+
+    def _torn_above(self, tree: Tree, name: str) -> str | None:
+        """A metadata file with unread lines that may have named a picture: one of its folder or above."""
+        return next(
+            (
+                metadata
+                for own, metadata in self._torn
+                if own is not tree
+                or f"/{name}".startswith(posixpath.join("/", posixpath.dirname(metadata), ""))
+            ),
+            None,
+        )
 
     def _listed(self, tree: Tree, metadata: str, listed: SeenIds) -> Iterator[Problem | Captioned]:
         entries = _read_entries(self._lines(tree, metadata), metadata)
         first = list(islice(entries, KEYS_LOOKED_AT))
         names = list(dict.fromkeys(name for _, entry in first if isinstance(entry, dict) for name in entry))
+        is_csv = _is_csv(metadata)
         image = find_name(self._columns.image, IMAGE_NAMES, names, "image")
         if image is None and names:
             raise no_column("image", metadata, names)
@@ -278,6 +295,8 @@ class FolderSource:
         for place, entry in chain(first, entries):
             if isinstance(entry, str):
                 yield Problem(place, "bad-metadata", entry)
+                if (tree, metadata) not in self._torn:
+                    self._torn.append((tree, metadata))
                 continue
             named = str(entry.pop(str(image), None) or "")
             found = self._find(tree, metadata, named, number[0] if number else "")
@@ -287,8 +306,14 @@ class FolderSource:
                 yield Problem(named or place, "no-picture", f"{place} names '{named}', which is not there")
                 continue
             listed.add(self._id(found.tree, found.name))
-            for text in captions_of(entry.pop(str(caption), None)):
-                yield found, text, entry
+            try:
+                texts = captions_of(entry.pop(str(caption), None))
+            except TextError as error:
+                yield Problem(found.key, "bad-caption", f"{place}: {error}")
+                continue
+            extras = {key: typed(value) for key, value in entry.items()} if is_csv else entry
+            for text in texts:
+                yield found, text, extras
 
     def _find(self, own: Tree, metadata: str, name: str, number: str) -> TreeFile | None:
         """The file that a metadata file means, first of its own number; never one outside of the source."""
@@ -363,7 +388,11 @@ def _caption_beside(tree: Tree, name: str, decode: Callable[[bytes], str]) -> st
 
 def _read_entries(lines: TextLines, name: str) -> Iterator[Entry]:
     """The entries of a metadata file, line by line."""
-    yield from _csv_entries(name, lines) if name.lower().endswith(".csv") else _json_entries(name, lines)
+    yield from _csv_entries(name, lines) if _is_csv(name) else _json_entries(name, lines)
+
+
+def _is_csv(name: str) -> bool:
+    return name.lower().endswith(".csv")
 
 
 def _json_entries(name: str, lines: Iterator[str]) -> Iterator[Entry]:
@@ -384,7 +413,15 @@ def _json_entries(name: str, lines: Iterator[str]) -> Iterator[Entry]:
 
 
 def _csv_entries(name: str, lines: Iterator[str]) -> Iterator[Entry]:
-    reader = csv.DictReader(lines, restkey="")
+    """Rows of text; strict, as a quote that is not closed would make one caption of all lines behind it."""
+    reader = csv.DictReader(lines, strict=True)
+    try:
+        named = [column for column in reader.fieldnames or () if column]
+    except (TextError, csv.Error) as error:
+        yield f"{name}:1", f"the columns' names cannot be read: {error}"
+        return
+    if twice := next((column for column in named if named.count(column) > 1), None):
+        raise InputError(f"{name} has two columns '{twice}'", mend="take one out, or name it otherwise")
     while True:
         try:
             row = next(reader)
@@ -396,6 +433,5 @@ def _csv_entries(name: str, lines: Iterator[str]) -> Iterator[Entry]:
         except csv.Error as error:
             yield f"{name}:{reader.line_num}", f"no CSV: {error}"
             continue
-        whole = "" not in row and None not in row.values()
-        entry = {key: typed(value) for key, value in row.items()} if whole else "another number of cells"
-        yield f"{name}:{reader.line_num}", entry
+        whole = None not in row and None not in row.values()
+        yield f"{name}:{reader.line_num}", row if whole else "another number of cells"

@@ -49,6 +49,9 @@ NUMBERS = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 
     "float16", "float32", "float64",
 }  # fmt: skip
 
+TEXTS = NUMBERS | {"str", "bytes", "json", "int", "str_int", "str_float", "str_decimal"}
+"""Encodings in which a caption can be."""
+
 UNPACKERS: dict[str, Callable[[BinaryIO], IO[bytes]]] = {
     "zstd": lambda file: zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True),
     "gz": lambda file: cast(IO[bytes], gzip.GzipFile(fileobj=file)),
@@ -142,9 +145,15 @@ class MdsSource:
         image = find_name(given, usual, list(encodings) if given else fitting, "image")
         if image is None and len(fitting) == 1:
             image = fitting[0]
-        caption = find_name(self._columns.caption, CAPTION_NAMES, list(encodings), "caption")
+        readable = [name for name, encoding in encodings.items() if encoding in TEXTS]
+        wanted = self._columns.caption
+        caption = find_name(wanted, CAPTION_NAMES, list(encodings) if wanted else readable, "caption")
         if image is None or caption is None:
             raise no_column("caption" if image else "image", INDEX, encodings)
+        if caption not in readable:
+            raise InputError(
+                f"the caption column '{caption}' is {encodings[caption]}", allowed=", ".join(sorted(TEXTS))
+            )
         return image, caption
 
     def _samples(self, name: str, place: Path, shard: _Shard) -> Iterator[Item]:
@@ -295,6 +304,8 @@ def _picture(encoding: str, data: bytes) -> bytes:
 def _value(encoding: str, data: bytes) -> Any:
     """A number or JSON, else NotImplemented."""
     if encoding in NUMBERS:
+        if len(data) != np.dtype(encoding).itemsize:
+            raise ValueError(f"{len(data)} bytes of {encoding}")
         return np.frombuffer(data, np.dtype(encoding).newbyteorder("<"))[0].item()
     if encoding == "int":
         return struct.unpack("<q", data)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from darkroom.data.importers.source import (
     part_name,
     paths_below,
 )
-from darkroom.data.texts import TextError, decode_text
+from darkroom.data.texts import NOT_UTF8, TextError, decode_text
 from darkroom.errors import InputError, is_system_failure
 
 BATCH_ROWS = 64
@@ -37,6 +38,13 @@ READ_BYTES = 1024**2
 def parquets_in(path: Path) -> list[Path]:
     """The Parquet files below a folder, in order."""
     return paths_below(path, (".parquet",))
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A value of a row that cannot be read, and why."""
+
+    why: str
 
 
 class ParquetSource:
@@ -98,33 +106,27 @@ class ParquetSource:
             yield Problem(prefix or file.name, "torn-part", " ".join(str(error).split()))
 
     def _decoded(self, batch: pa.RecordBatch) -> list[dict[str, Any]]:
-        """Rows of a batch; texts that are no UTF-8, which Parquet does not check, come as bytes."""
-        rows: list[dict[str, Any]]
+        """Rows of a batch. Where Parquet holds what Python does not (text that is no UTF-8, the year 10,000)
+        that value alone is an `_Unread`.
+        """
+        batch = _in_microseconds(batch)
         try:
-            rows = batch.to_pylist()
+            rows: list[dict[str, Any]] = batch.to_pylist()
             return rows
-        except UnicodeDecodeError:
-            arrays = [
-                column.cast(pa.large_binary()) if _is_text(column.type) else column
-                for column in batch.columns
-            ]
-            rows = pa.RecordBatch.from_arrays(arrays, batch.schema.names).to_pylist()
-        texts = [field.name for field in batch.schema if _is_text(field.type)]
-        for row in rows:
-            for name in texts:
-                row[name] = self._text_or_bytes(row[name])
-        return rows
+        except (ValueError, OverflowError):
+            columns = [[self._value(scalar) for scalar in column] for column in batch.columns]
+            return [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+    def _value(self, scalar: pa.Scalar) -> Any:
+        try:
+            if _is_text(scalar.type) and scalar.is_valid:
+                return self._text(scalar.as_buffer().to_pybytes())
+            return scalar.as_py()
+        except (ValueError, OverflowError) as error:
+            return _Unread(NOT_UTF8 if isinstance(error, UnicodeDecodeError) else str(error))
 
     def _text(self, value: bytes) -> str:
         return decode_text(value, self.recoded, self._columns.encoding)
-
-    def _text_or_bytes(self, value: bytes | None) -> str | bytes | None:
-        if value is None:
-            return None
-        try:
-            return self._text(value)
-        except TextError:
-            return value
 
     def _kept(self, schema: pa.Schema, image: str, caption: str) -> list[str]:
         out = {f.name for f in schema if _holds_bytes(f.type) and f.name not in (image, caption)}
@@ -133,6 +135,9 @@ class ParquetSource:
 
     def _row(self, key: str, row: dict[str, Any], image: str, caption: str, file: Path) -> Iterator[Item]:
         value = row.pop(image)
+        if isinstance(value, _Unread):
+            yield Problem(key, "no-picture", f"column '{image}': {value.why}")
+            return
         data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
         if isinstance(data, str):
             data, path = None, data
@@ -144,6 +149,12 @@ class ParquetSource:
             yield Problem(key, "bomb", f"more than {MAX_PICTURE_BYTES} bytes")
         else:
             content = row.pop(caption)
+            if isinstance(content, _Unread):
+                yield Problem(key, "bad-caption", content.why)
+                return
+            if unread := next((name for name, value in row.items() if isinstance(value, _Unread)), None):
+                yield Problem(key, "bad-metadata", f"column '{unread}': {row[unread].why}")
+                return
             try:
                 content = self._text(content) if isinstance(content, bytes) else content
                 captions = captions_of(content)
@@ -172,6 +183,23 @@ def _opened(file: Path) -> pq.ParquetFile:
         if is_system_failure(error):
             raise
         raise InputError(f"{file} is no Parquet file: {' '.join(str(error).split())}") from error
+
+
+def _in_microseconds(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Times to the nanosecond, which Python has no type for, to the microsecond."""
+    columns = [
+        column.cast(coarser, safe=False) if (coarser := _coarser(column.type)) is not None else column
+        for column in batch.columns
+    ]
+    return pa.RecordBatch.from_arrays(columns, batch.schema.names)
+
+
+def _coarser(type_: pa.DataType) -> pa.DataType | None:
+    if pa.types.is_timestamp(type_) and type_.unit == "ns":
+        return pa.timestamp("us", type_.tz)
+    if pa.types.is_time64(type_) and type_.unit == "ns":
+        return pa.time64("us")
+    return pa.duration("us") if pa.types.is_duration(type_) and type_.unit == "ns" else None
 
 
 def _is_text(type_: pa.DataType) -> bool:

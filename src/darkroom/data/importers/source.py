@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Protocol
 
 from darkroom.data.images import EXTENSIONS, is_picture
+from darkroom.data.texts import TextError
 from darkroom.errors import InputError
 
 IMAGE_NAMES = (
@@ -179,12 +182,18 @@ def no_column(what: str, where: str, names: Iterable[str]) -> InputError:
 
 
 def captions_of(value: Any) -> list[str | None]:
-    """The captions in a field: none, one, or several in a list; white space around them goes."""
+    """The captions in a field: none, one, or several in a list; white space around them goes.
+
+    Not-a-number is none: tables write it where a cell is empty. TextError for what is neither text nor a
+    number: a caption that cannot be read is not one that is missing.
+    """
     if isinstance(value, (list, tuple)):
         found = [caption for entry in value for caption in captions_of(entry) if caption is not None]
         return list(found) or [None]
-    if value is None or isinstance(value, (dict, bytes)):
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return [None]
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)):
+        raise TextError(f"a caption that is no text: {type(value).__name__} {str(value)[:60]}")
     return [str(value).strip() or None]
 
 

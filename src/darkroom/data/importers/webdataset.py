@@ -92,6 +92,7 @@ class WebdatasetSource:
             if is_system_failure(error):
                 raise
             yield Problem(prefix + key, "torn-part", f"{tar.name} ends early: {error}")
+            return  # what was read of the last sample may not be all of it
         yield from self._sample(prefix + key, files)
 
     def _sample(self, key: str, files: dict[str, Content]) -> Iterator[Item]:
@@ -108,7 +109,8 @@ class WebdatasetSource:
         try:
             extras = self._extras(files)
         except (ValueError, RecursionError) as error:
-            yield Problem(key, "bad-metadata", f"no JSON: {error}")
+            why = str(error) if isinstance(error, TextError) else f"no JSON: {error}"
+            yield Problem(key, "bad-metadata", why)
             return
         try:
             captions = self._captions(files, extras)
@@ -121,6 +123,8 @@ class WebdatasetSource:
     def _extras(self, files: dict[str, Content]) -> dict[str, Any]:
         extras: dict[str, Any] = {}
         for extension, content in files.items():
+            if isinstance(content, Unread) and (_ends_in(extension, (".json",)) or extension in LABELS):
+                raise TextError(f"{extension}: {content.detail}")
             if isinstance(content, bytes) and _ends_in(extension, (".json",)):
                 record = json.loads(decode_text(content, self.recoded, self._columns.encoding))
                 extras |= record if isinstance(record, dict) else {extension: record}
@@ -141,7 +145,7 @@ class WebdatasetSource:
         if isinstance(text, Unread) or len(text) > MAX_CAPTION_BYTES:
             raise TextError(text.detail if isinstance(text, Unread) else f"a caption of {len(text):,} bytes")
         captions = captions_of(decode_text(text, self.recoded, self._columns.encoding))
-        if named and captions_of(extras[named]) == captions:
+        if named and isinstance(extras[named], str) and captions_of(extras[named]) == captions:
             extras.pop(named)  # img2dataset writes it twice
         return captions
 

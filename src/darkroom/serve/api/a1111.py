@@ -595,14 +595,18 @@ def _parsed(info: str) -> dict[str, Any]:
         return {}
 
 
+def _sigmas(ours: str | None) -> dict[str, Any]:
+    """A spacing of sigmas as a request says it."""
+    if ours is None:
+        return {}
+    return {ours: True} if ours in ("karras", "exponential") else {"sigmas": ours}
+
+
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "Automatic": {},
     "Uniform": {"karras": False, "spacing": "linspace"},
     "SGM Uniform": {"spacing": "trailing"},
-    **{
-        name: {ours: True} if ours in ("karras", "exponential") else {"sigmas": ours}
-        for name, ours in A1111_SCHEDULES.items()
-    },
+    **{name: _sigmas(ours) for name, ours in A1111_SCHEDULES.items()},
 }
 """A1111's schedules in this server's words. diffusers gives the last the same spacing."""
 
@@ -700,7 +704,7 @@ def _solver_of(sampler: str | None, scheduler: str | None) -> dict[str, Any]:
             raise Refused(
                 422, "invalid_value", f"sampler_name: one of {', '.join(SAMPLERS)}", param="sampler_name"
             )
-        named = {"solver": found[0], "karras": found[1]}
+        named = {"solver": found[0], "karras": None, **_sigmas(found[1])}
     if scheduler:
         names = {name.lower(): value for name, value in SCHEDULERS.items()}
         asked = scheduler.strip().lower().replace("_", " ")
@@ -718,7 +722,8 @@ def _solver_of(sampler: str | None, scheduler: str | None) -> dict[str, Any]:
 def _with_automatic(named: dict[str, Any], scheduler: str | None) -> dict[str, Any]:
     """With the sigmas that A1111 gives a named sampler where no schedule is named."""
     sigmas = A1111_AUTOMATIC.get(named.get("solver", ""))
-    if sigmas is None or named["karras"] or (scheduler or "automatic").strip().lower() != "automatic":
+    said = any(named.get(name) for name in ("karras", "exponential", "sigmas"))
+    if sigmas is None or said or (scheduler or "automatic").strip().lower() != "automatic":
         return named
     return {**named, sigmas: True}
 

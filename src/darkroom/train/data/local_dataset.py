@@ -164,9 +164,19 @@ def _json_captions(number: int, file: str) -> dict[str, str]:
         raise RecipeError(key, f"'{file}'", allowed="{picture: {caption: ..., tags: ...}}")
     found = {}
     for name, one in content.items():
-        parts = [str(one[part]) for part in ("caption", "tags") if one.get(part)]
+        parts = [
+            _text_in(one[part], f"'{file}', {name}", key) for part in ("caption", "tags") if one.get(part)
+        ]
         found[name] = ", ".join(parts)
     return found
+
+
+def _text_in(value: Any, place: str, key: str) -> str:
+    """A caption, or tags as text or in a list."""
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise RecipeError(key, f"{place}: {str(value)[:60]}", allowed="text, or a list of texts")
+    return ", ".join(texts)
 
 
 def _gather_rejected(folder: Path, run: Path) -> None:
