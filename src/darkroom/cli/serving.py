@@ -239,11 +239,11 @@ def _limits(said: dict[str, Any]) -> Limits:
     except ValidationError as error:
         first = error.errors()[0]
         where, why = ".".join(str(part) for part in first["loc"]), first["msg"]
-        mend = None
+        mend = ""
         if first["type"] == "extra_forbidden":
             fields = KeyLimits.model_fields if len(first["loc"]) > 1 else Limits.model_fields
             near = difflib.get_close_matches(str(first["loc"][-1]), fields, 1)
-            why, mend = "there is no such limit", f"write {near[0]}" if near else None
+            why, mend = "there is no such limit", f"write {near[0]}" if near else ""
         allowed = "as docs/serving.md lists them, under Limits"
         raise InputError(f"limit {where}: {why}", allowed=allowed, mend=mend) from error
 

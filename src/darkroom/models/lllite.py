@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +102,7 @@ class ControlNetLite:
     """By the path of the layer in the U-Net."""
     sha256: str
 
-    kind = "controlnet-lllite"
+    kind: ClassVar[Literal["controlnet-lllite"]] = "controlnet-lllite"
     picture_channels = 3
     pools = False
 
