@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -271,3 +273,22 @@ def test_an_idempotency_key_holds_in_a1111s_api_and_its_job_is_one_of_that_api(r
         return [job["id"][:6] for job in jobs]
 
     assert run_http(scenario) == ["sdapi-"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["tiny", "--adapters", "./nowhere"], "--adapters 'nowhere' is no folder"),
+        (["./nowhere"], "no model at './nowhere'"),
+    ],
+)
+def test_a_folder_that_is_not_there_is_refused_before_anything_heavy_is_imported(arguments, said):
+    """Importing the server takes eight seconds of a processor."""
+    code = (
+        "import sys; from darkroom.cli.application import main\n"
+        f"try: main(['serve', *{arguments}])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'fastapi' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (ran.stdout.split(), ran.stderr.count("\n")) == (["2", "False", "False"], 1)
+    assert said in ran.stderr

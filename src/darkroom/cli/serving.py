@@ -15,7 +15,7 @@ from darkroom.cli.application import PROVENANCE_HELP, app
 from darkroom.cli.groups import OptionsOf, grouped
 from darkroom.errors import InputError
 from darkroom.hardware.system import read_typed
-from darkroom.serve.settings import KeyLimits, Limits, ServeSettings
+from darkroom.serve.settings import KeyLimits, Limits, ServeSettings, VertexRoutes, check_paths, models_in
 
 if TYPE_CHECKING:
     from darkroom.cluster.serve import Replicas
@@ -162,9 +162,11 @@ def serve(
 
         run_on_ray(_settings(said), _replicas(said), asked.ray_address)
         return
+    said_settings = _settings(said)
+    check_paths(said_settings)
     from darkroom.serve.process import run
 
-    run(_settings(said))
+    run(said_settings)
 
 
 def _check(said: dict[str, Any]) -> None:
@@ -189,13 +191,15 @@ def _check(said: dict[str, Any]) -> None:
 
 def _settings(said: dict[str, Any]) -> ServeSettings:
     """What the flags say, as the server takes it."""
-    from darkroom.serve.api.vertex import model_of, routes_of
-    from darkroom.serve.settings import models_in
+    routes: VertexRoutes | None = None
+    named = said["model"]
+    if said["vertex"]:  # its module brings the whole server
+        from darkroom.serve.api.vertex import model_of, routes_of
 
-    first, *more = models_in(said["model"] or [model_of()])
+        routes, named = routes_of(), named or [model_of()]
+    first, *more = models_in(named)
     if said["model_memory"] is not None and not more:
         raise InputError("--model-memory with one model", mend="leave it out, or give several models")
-    routes = routes_of() if said["vertex"] else None
     elsewhere = {} if routes is None else {"host": "0.0.0.0", "port": routes.port}
     same = {name: said[name] for name in ServeSettings.model_fields if name in said}
     settings = {

@@ -9,18 +9,16 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
-from pathlib import Path
 from typing import NoReturn
 
 import uvicorn
 
-from darkroom.errors import DarkroomError, InputError, MissingExtra, is_system_failure
+from darkroom.errors import DarkroomError, InputError, is_system_failure
 from darkroom.hardware.system import stop_in_loop, take_address
 from darkroom.serve.api.app import make_app
 from darkroom.serve.api.guard import AsgiApp, Keys, allowed, connection, is_public
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.settings import Limits, ServeSettings
+from darkroom.serve.settings import Limits, ServeSettings, check_paths
 
 LOG = logging.getLogger("darkroom.serve")
 BACKLOG = 1024
@@ -34,7 +32,7 @@ before that, and reported in one line."""
 
 def run(settings: ServeSettings) -> None:
     """Serve until SIGTERM or Ctrl-C: the first drains, a second leaves at once. Jobs are kept either way."""
-    _check_paths(settings)
+    check_paths(settings)
     keys = Keys(settings.key_file) if settings.key_file is not None else None
     if keys is None and settings.vertex is None and is_public(settings.host):
         raise InputError(
@@ -67,19 +65,6 @@ def _serve_metrics(core: Core, host: str, port: int) -> None:
     except OSError as error:
         raise InputError(f"--metrics-host {host} --metrics-port {port}: {error.strerror or error}") from error
     LOG.info("metrics on http://%s:%d/metrics", host, there.server_port)
-
-
-def _check_paths(settings: ServeSettings) -> None:
-    """InputError for folders that are not there: raised before anything that takes long is imported."""
-    for name in ("adapters", "embeddings", "controls", "upscalers"):
-        folder: Path | None = getattr(settings, name)
-        if folder is not None and not folder.is_dir():
-            raise InputError(f"--{name} '{folder}' is no folder", mend="make it, or name another")
-    if settings.mcp and find_spec("mcp") is None:
-        raise MissingExtra("mcp", "mcp")
-    for ref in (settings.model, *settings.more_models):
-        if ref.startswith((".", "/", "~")) and not Path(ref).exists():
-            raise InputError(f"no model at '{ref}'", allowed="a model folder, a hub id, or a family")
 
 
 def _failure(core: Core) -> DarkroomError:

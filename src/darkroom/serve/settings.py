@@ -6,12 +6,13 @@ The options of `serve` are made from it, so nothing heavy is imported here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from darkroom.errors import InputError
+from darkroom.errors import InputError, MissingExtra
 from darkroom.options import PRECISION_TEXT, provenance_wanted
 
 MODEL_PARTS = ("model_index.json", "unet", "transformer", "vae", "text_encoder")
@@ -258,3 +259,16 @@ class ServeSettings(BaseModel):
     def limits_in_force(self) -> Limits:
         """A picture's adapters lie in slots all at once."""
         return self.limits.model_copy(update={"adapters": min(self.limits.adapters, self.slots)})
+
+
+def check_paths(settings: ServeSettings) -> None:
+    """InputError for folders that are not there. Imports nothing heavy: called before anything that does."""
+    for name in ("adapters", "embeddings", "controls", "upscalers"):
+        folder: Path | None = getattr(settings, name)
+        if folder is not None and not folder.is_dir():
+            raise InputError(f"--{name} '{folder}' is no folder", mend="make it, or name another")
+    if settings.mcp and find_spec("mcp") is None:
+        raise MissingExtra("mcp", "mcp")
+    for ref in (settings.model, *settings.more_models):
+        if ref.startswith((".", "/", "~")) and not Path(ref).exists():
+            raise InputError(f"no model at '{ref}'", allowed="a model folder, a hub id, or a family")
