@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import warm
 from darkroom import cli
 from darkroom.cluster import doctor as room
 from darkroom.cluster.doctor import Node, doctor
@@ -91,7 +92,7 @@ def test_a_cluster_that_is_well_is_measured(cluster, tmp_path: Path, monkeypatch
 def test_the_command_line_tells_it_in_json_and_in_one_line_what_is_missing(cluster, tmp_path: Path) -> None:
     def told(*flags: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "darkroom", "doctor", *flags]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+        return warm.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
 
     done = told("--engine", "ray", "--ray-address", cluster.address, "--json")
     assert done.returncode == 0, done.stderr

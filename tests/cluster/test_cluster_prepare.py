@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from cluster_material import BATCH, RESOLUTION, SMALL, fill, made_store, on_ray, prepared_columns, tiny
 
+import warm
 from cluster.conftest import NODE
 from darkroom import models
 from darkroom.cluster import prepare as cluster_prepare
@@ -181,7 +181,7 @@ def test_with_all_encoders_nodes_dead_the_job_waits_and_uses_the_node_that_comes
 def test_a_killed_driver_goes_on_from_the_parts(cluster, calm, store) -> None:
     here = Path(__file__).parent / "cluster_material.py"
     command = [sys.executable, str(here), store.path, cluster.address]
-    driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    driver = warm.Popen(command, stdout=warm.DEVNULL, stderr=warm.PIPE)
     deadline = time.monotonic() + 120
     while parts(store) < 5:
         assert driver.poll() is None, driver.stderr.read().decode()[-800:]

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ import yaml
 from PIL import Image
 from typer.testing import CliRunner
 
+import warm
 from darkroom import models, sample
 from darkroom.cli.application import app as cli
 from darkroom.cluster.serve import ByQueue, OnRay, Replicas, application, run, shared, told_to_stop
@@ -72,7 +72,7 @@ class OnOneMachine:
         command += ["--engine", "ray", "--replicas", "2", "--ray-address", "local", "--replica-cpus", "0.5"]
         command += ["--adapter-affinity-timeout", "60", "--lease", "3", "--drain", "5", "--capacity", "4"]
         with log.open("w") as to:
-            self.process = subprocess.Popen(
+            self.process = warm.Popen(
                 command, stdout=to, stderr=to, env={**os.environ, "OMP_NUM_THREADS": "1"}
             )
         start = time.monotonic()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import pytest
 from cluster_material import SMALL, made_store, on_ray
 from test_cluster_train import recipe, trained
 
+import warm
 from cluster.conftest import NODE
 from darkroom.cluster.encoders import Bounds
 from darkroom.cluster.shared_store import check_nodes
@@ -104,7 +104,7 @@ def test_a_node_that_does_not_see_the_store_is_told_before_any_work(cluster, add
         on_ray(store.path, cluster.address, Bounds(1, 1, SMALL))
     asked = ["--resolution", "32", "--engine", "ray", "--ray-address", cluster.address]
     command = [sys.executable, "-m", "darkroom", "prepare", store.path, "--model", "tiny", *asked]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = warm.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith(f"darkroom: {told}")
     assert "Traceback" not in done.stderr
