@@ -196,7 +196,11 @@ class ServeSettings(BaseModel):
         0.5, ge=0, le=3600, description="shared: seconds that a job waits for a server with its adapters"
     )
     capacity: int | None = Field(
-        None, ge=1, le=4096, description="U-Net evaluations a step, at the model's own size; None: by memory"
+        None,
+        ge=1,
+        le=4096,
+        description="U-Net evaluations a step, at the model's own size; None: by memory, on a CPU also by "
+        "how long a step takes",
     )
     lanes: int | None = Field(
         None,

@@ -42,6 +42,9 @@ MOST_ROWS = {"cpu": 16, "cuda": 32}
 SMALL_ROW_BYTES = 2**20
 # What the rows' activations may take of the memory that is free once the model is there.
 SHARE = 0.6
+# On a CPU a large model's rows gain nothing from each other, and a cancelled one is removed, or a new one
+# joins, only between two steps: so long a full one may take.
+STEP_S = 15.0
 # What nets may take of it, by default.
 CONTROL_SHARE = 0.25
 # Optimisations that keep nothing from one call to the next that calls of other threads could mix up.
@@ -133,11 +136,12 @@ def _opened(
     LOG.info("precision %s: %s", precision, why)
     per_row = row_bytes(model, backend)
     lanes = _lanes(settings, backend, optimise, per_row)
-    capacity = settings.capacity or rows_for_memory(backend, per_row, lanes, free)
+    by_memory = rows_for_memory(backend, per_row, lanes, free)
     part = int(CONTROL_SHARE * (free(backend.device) or 0))
     library = _open_library(settings, model, metrics, hooks.wake, lanes, part)
     nets = _open_nets(settings, model, backend, hooks.wake, part)
-    _first_step(model, backend)
+    two_rows_s = _first_step(model, backend)
+    capacity = settings.capacity or rows_for_time(backend, by_memory, two_rows_s)
     engine = Engine(
         model,
         backend,
@@ -314,14 +318,22 @@ def first_job(model: Model, backend: Backend, **settings: Any) -> sample.Generat
     return sample.Generation(model, ["a first step"], settings_drawn, backend, image=image, mask=mask)
 
 
-def _first_step(model: Model, backend: Backend) -> None:
-    """The first call of anything is slow: allocators, kernels, threads. Take it before the first job."""
+def _first_step(model: Model, backend: Backend) -> float:
+    """Take the slow first call of everything (allocators, kernels, threads) before the first job.
+
+    Seconds of a step of two rows, a guided picture's; on a CPU of a second step.
+    """
     job = first_job(model, backend, guidance=2.0)
     for note in job.notes:
         LOG.info("%s", note)
     row = job.row(0)
     sample.advance(backend.unet, [row])
+    begun = time.perf_counter()
+    if backend.device.type == "cpu":
+        sample.advance(backend.unet, [job.row(0)])
+    step_s = time.perf_counter() - begun
     job.finish(0, [row])
+    return step_s
 
 
 def _warm_sizes(settings: ServeSettings, model: Model, backend: Backend, engine: Engine) -> None:
@@ -359,6 +371,13 @@ def rows_for_memory(
         most *= 2
     there = free(backend.device)
     return 2 if there is None else max(2, min(most, int(SHARE * there) // (row_bytes * lanes)))
+
+
+def rows_for_time(backend: Backend, rows: int, two_rows_s: float) -> int:
+    """U-Net evaluations of a step: on a CPU so many that it takes `STEP_S` at most, but two at least."""
+    if backend.device.type != "cpu":
+        return rows
+    return max(2, min(rows, int(2 * STEP_S / max(two_rows_s, 1e-6))))
 
 
 def _peak_bytes(model: Model, backend: Backend, rows: int) -> int:
