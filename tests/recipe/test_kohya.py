@@ -330,6 +330,70 @@ def test_sample_prompts_keep_their_own_settings(tmp_path: Path) -> None:
     assert any("sample_prompts --w" in line for line in recipe.derived)
 
 
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("a dog --s many", "--s: 'many'"),
+        ("a dog --d 1.5", "--d: '1.5'"),
+        (f"a dog --d {'9' * 5000}", "--d: '999"),
+        ("a dog --l nan", "--l: 'nan'"),
+        ("a dog --s 0", "--s: '0'; allowed: a whole number, at least 1"),
+        ("a dog --d -1", "--d: '-1'"),
+    ],
+)
+def test_a_prompts_own_setting_that_is_no_number_is_one_line(tmp_path: Path, line: str, named: str) -> None:
+    (tmp_path / "prompts.txt").write_text(line)
+    text = 'pretrained_model_name_or_path = "sd15"\nsample_prompts = "prompts.txt"\n'
+    with pytest.raises(RecipeError) as caught:
+        read(tmp_path, text, "data.folder=pictures")
+    assert named in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
+def test_a_file_of_prompts_in_another_encoding_is_named(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_bytes("a café".encode("latin-1"))
+    with pytest.raises(RecipeError, match=r"prompts.txt' is not UTF-8 at byte 5"):
+        read(tmp_path, 'sample_prompts = "prompts.txt"\n', "data.folder=pictures")
+    (tmp_path / "prompts.txt").write_text("a café", encoding="utf-8-sig")
+    text = 'pretrained_model_name_or_path = "sd15"\nsample_prompts = "prompts.txt"\n'
+    assert read(tmp_path, text, "data.folder=pictures").sample.prompts == ("a café",)
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ('train_batch_size = "many"', "train_batch_size: 'many'; allowed: a whole number, at least 1"),
+        ("gradient_accumulation_steps = 0", "gradient_accumulation_steps"),
+        ("max_train_epochs = 1.5", "max_train_epochs"),
+        ("max_train_epochs = [1]", "max_train_epochs"),
+        ('lr_warmup_steps = "soon"', "lr_warmup_steps"),
+        ("prior_loss_weight = nan", "prior_loss_weight"),
+        ('resolution = "large"', "resolution"),
+        ('clip_skip = "x"', "clip_skip"),
+        ("network_dim = [4]", "network_dim"),
+        ("learning_rate = {learning_rate = {a = 1}}", "optim"),
+        ("optimizer_args = 5", "optimizer_args"),
+        ('max_data_loader_n_workers = "x"', "max_data_loader_n_workers"),
+        ('caption_dropout_every_n_epochs = "x"', "caption_dropout_every_n_epochs"),
+    ],
+)
+def test_an_option_of_another_type_is_one_line(tmp_path: Path, line: str, named: str) -> None:
+    text = f'network_module = "networks.lora"\npretrained_model_name_or_path = "sd15"\n{line}\n'
+    with pytest.raises(RecipeError) as caught:
+        read(tmp_path, text, "data.folder=pictures")
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sets", ["general = 5", "datasets = 5", "datasets = [5]", "[[datasets]]\nsubsets = {}"]
+)
+def test_a_data_sets_file_of_another_shape_is_one_line(tmp_path: Path, sets: str) -> None:
+    (tmp_path / "sets.toml").write_text(sets)
+    text = 'pretrained_model_name_or_path = "sd15"\ndataset_config = "sets.toml"\n'
+    with pytest.raises(RecipeError, match="dataset_config: .* is no table"):
+        read(tmp_path, text)
+
+
 def test_a_json_of_captions_is_a_sets(tmp_path: Path) -> None:
     text = 'pretrained_model_name_or_path = "sd15"\ntrain_data_dir = "pictures"\nin_json = "meta.json"\n'
     (one,) = read(tmp_path, text).data.sets

@@ -269,6 +269,73 @@ def test_a_client_that_asks_in_vain_delays_others_by_a_few_queues_at_most(clock)
     assert 64 < caught.value.retry_after_s <= 64 + 8 * 8 + 1
 
 
+def refused_of(intake: Intake, pool: Pool, key: str, digest: str, num: int = 1) -> float | None:
+    """As `let_in`, of any key, and without looking at the seconds of work."""
+    try:
+        intake.check_room(pool, key, num, None, digest)
+    except Refused as refused:
+        return refused.retry_after_s
+    intake.kept(key, digest)
+    return None
+
+
+class Keyed(Pool):
+    """So many pictures wait of each key."""
+
+    def __init__(self, **of: int) -> None:
+        super().__init__(sum(of.values()))
+        self.of = of
+
+    def waiting(self, key: str | None = None) -> int:
+        return sum(self.of.values()) if key is None else self.of.get(key, 0)
+
+
+def test_a_key_that_asks_in_vain_takes_no_promise_from_another(clock):
+    """1,024 requests of one key pushed out what others had been promised."""
+    intake, pool = Intake(Limits(queue=8, queue_per_key=8)), Keyed(other=8)
+    after_s = refused_of(intake, pool, "mine", "first")
+    for i in range(2000):
+        assert refused_of(intake, pool, "flood", str(i)) is not None
+    assert len(intake._line) == admission.MOST_PROMISES
+    clock[0] += after_s
+    pool.of["other"] = 7
+    assert refused_of(intake, pool, "newcomer", "x") is not None
+    assert refused_of(intake, pool, "mine", "first") is None
+
+
+def test_a_key_that_never_comes_again_makes_no_promise_of_anothers_earlier(clock):
+    """The share of promises that were taken up was one for all keys: those of others counted less."""
+    intake, pool = Intake(Limits(queue=8, queue_per_key=8)), Keyed(other=8)
+    for i in range(100):
+        refused_of(intake, pool, "flood", str(i))
+        clock[0] += 30.0
+    times = [refused_of(intake, pool, "mine", str(i)) for i in range(4)]
+    assert times == [1.0, 2.0, 3.0, 4.0]
+    assert refused_of(intake, pool, "flood", "x") == 5.0
+    assert refused_of(intake, pool, "flood", "y") == pytest.approx(5.0, abs=1.0), "its own count for little"
+
+
+def test_no_place_is_held_for_a_key_that_cannot_use_it_or_never_comes(clock):
+    intake, pool = Intake(Limits(queue=8, queue_per_key=4)), Keyed(full=4, other=4)
+    pool.admissions = lambda: [Admission("full", 1.0, i + 1.0) for i in range(8)]
+    assert refused_of(intake, pool, "full", "a") is not None
+    assert refused_of(intake, pool, "third", "b") is not None
+    clock[0] += 2.0
+    pool.of["other"] = 2
+    assert intake._held(pool, None) == 1, "of the two that are due, one has its queue full"
+    assert refused_of(intake, pool, "newcomer", "x") is None
+    clock[0] += 30.0
+    for i in range(70):
+        pool.of["other"] = 4
+        assert refused_of(intake, pool, "never", str(i)) is not None
+        clock[0] += 30.0
+    refused_of(intake, pool, "never", "last")
+    clock[0] += 1.0
+    pool.of["other"] = 3
+    assert intake._due("never")
+    assert refused_of(intake, pool, "newcomer", "y") is None
+
+
 @pytest.mark.nightly
 def test_who_waits_as_long_as_told_is_let_in(run_core):
     """14 of 14 had been refused again."""

@@ -37,12 +37,15 @@ from darkroom.recipe.kohya_options import (
     TABLE,
     TEXT,
     TIMES,
+    check_numbers,
     read_arguments,
     read_choice,
     read_float,
     read_number,
+    read_real,
     read_side,
     read_toml,
+    read_whole,
 )
 
 
@@ -84,7 +87,7 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
         raise RecipeError("resume", f"'{state}' is no folder of a state", mend="leave it out")
     adapts = bool(given.get("network_module"))
     read.put("task", "lora" if adapts else "finetune")
-    given = {**DEFAULTS, **(ADAPTER_DEFAULTS if adapts else {}), **given}
+    given = check_numbers({**DEFAULTS, **(ADAPTER_DEFAULTS if adapts else {}), **given})
     read.is_sdxl = _is_sdxl(str(given.get("pretrained_model_name_or_path", "")))
     for name, value in given.items():
         if name in TABLE:
@@ -363,9 +366,9 @@ def _preset(
 def _whole_matrices(read: RecipeDraft, given: Mapping[str, Any], arguments: dict[str, str]) -> None:
     """LoKr of full matrices: by its own word, or by a rank above any layer's."""
     whole = arguments.pop("full_matrix", "false").lower() == "true"
-    if whole or float(given["network_dim"]) > MOST_RANK:
+    if whole or given["network_dim"] > MOST_RANK:
         read.put("adapter.rank", MOST_RANK)
-        if float(arguments.get("conv_dim", 0)) > MOST_RANK or whole:
+        if read_real("network_args conv_dim", arguments.get("conv_dim", 0)) > MOST_RANK or whole:
             arguments.pop("conv_dim", None)
 
 
@@ -457,12 +460,12 @@ def _configured(
     read: RecipeDraft, config: Mapping[str, Any], prior: float
 ) -> Iterator[tuple[dict[str, Any], bool]]:
     """The subsets of a dataset TOML, each with what its data set and [general] say; whether of the class."""
-    general = dict(config.get("general", {}))
+    (general,) = _tables([config.get("general", {})], "[general]")
     shared: dict[str, Any] = {}
-    for dataset in config.get("datasets", ()):
+    for dataset in _tables(config.get("datasets", []), "[[datasets]]"):
         outer = general | {key: value for key, value in dataset.items() if key != "subsets"}
-        for subset in dataset.get("subsets", ()):
-            options = outer | subset
+        for subset in _tables(dataset.get("subsets", []), "[[datasets.subsets]]"):
+            options = check_numbers(outer | subset)
             one = {here: options[theirs] for theirs, here in SUBSET.items() if theirs in options}
             if "image_dir" not in options:
                 raise RecipeError("dataset_config", "a subset without image_dir", mend="give it one")
@@ -472,6 +475,13 @@ def _configured(
                 one["resolution"] = read_side(options["resolution"])
             yield one, bool(options.get("is_reg"))
             _share(read, options, shared)
+
+
+def _tables(given: Any, name: str) -> list[dict[str, Any]]:
+    """A list of tables; RecipeError for anything else."""
+    if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+        raise RecipeError("dataset_config", f"{name} is no table", mend=f"write its options below {name}")
+    return given
 
 
 def _share(read: RecipeDraft, options: Mapping[str, Any], shared: dict[str, Any]) -> None:
@@ -566,10 +576,10 @@ DONE_ANYWAY = {("warmup_init", "false"), ("decouple", "true")}
 """Entries of optimizer_args that are so here whatever is said."""
 
 PROMPT_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "n": ("negative", str),
-    "d": ("seed", int),
-    "s": ("steps", int),
-    "l": ("guidance", float),
+    "n": ("negative", lambda text: text),
+    "d": ("seed", lambda text: read_whole("sample_prompts --d", text, 0)),
+    "s": ("steps", lambda text: read_whole("sample_prompts --s", text, 1)),
+    "l": ("guidance", lambda text: read_real("sample_prompts --l", text)),
 }
 
 
@@ -577,7 +587,13 @@ def _prompts(read: RecipeDraft, file: Path) -> Iterator[str | dict[str, Any]]:
     """The prompts of a text file, with --n, --d, --s and --l behind them; their size is the grid's."""
     if not file.is_file():
         raise RecipeError("sample_prompts", f"no file '{file}'")
-    for line in file.read_text(encoding="utf-8").splitlines():
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            "sample_prompts", f"'{file}' is not UTF-8 at byte {error.start}", mend="save it as UTF-8"
+        ) from error
+    for line in text.splitlines():
         if (prompt := line.strip()) and not prompt.startswith("#"):
             first, *options = re.split(r"\s--(?=[a-z]+\s)", prompt)
             own: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -49,6 +50,8 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 def read_arguments(given: Any) -> Iterator[tuple[str, str]]:
     """The pairs of ["conv_dim=4", ...], or of one text of them."""
+    if not isinstance(given, str | list | None):
+        raise RecipeError("network_args, optimizer_args", f"'{given}'", allowed='["name=value", ...]')
     for one in given.split() if isinstance(given, str) else given or ():
         name, _, value = str(one).partition("=")
         yield name.strip(), value.strip()
@@ -56,16 +59,65 @@ def read_arguments(given: Any) -> Iterator[tuple[str, str]]:
 
 def read_float(name: str, value: str) -> float:
     """A number of optimizer_args; RecipeError for anything else."""
+    return read_real(f"optimizer_args {name}", value)
+
+
+WHOLE = {
+    "train_batch_size": 1,
+    "batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "max_train_steps": 1,
+    "max_train_epochs": 1,
+    "save_every_n_epochs": 1,
+    "sample_every_n_epochs": 1,
+    "num_repeats": 1,
+    "clip_skip": 1,
+    "network_dim": 1,
+    "caption_dropout_every_n_epochs": 0,
+    "max_data_loader_n_workers": 0,
+}
+"""Options that are whole numbers, with the least of each; of those not `NEEDED`, 0 is as if not given."""
+REAL = ("caption_dropout_rate", "lr_warmup_steps", "prior_loss_weight")
+NEEDED = ("train_batch_size", "batch_size", "gradient_accumulation_steps", "num_repeats")
+
+
+def check_numbers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same options, the numbers that are computed with as numbers; RecipeError where one is none."""
+    read = dict(given)
+    for name in (*WHOLE, *REAL):
+        value = given.get(name)
+        if value or (name in NEEDED and value is not None):
+            read[name] = read_whole(name, value, WHOLE[name]) if name in WHOLE else read_real(name, value)
+    return read
+
+
+def read_whole(name: str, value: Any, least: int | None = None) -> int:
+    """A whole number, also as text; RecipeError for anything else."""
+    allowed = "a whole number" + ("" if least is None else f", at least {least}")
     try:
-        return float(value)
-    except ValueError:
-        raise RecipeError(f"optimizer_args {name}", f"'{value}'", allowed="a number") from None
+        found = int(value)
+    except (ValueError, TypeError, OverflowError):
+        raise RecipeError(name, f"'{str(value)[:60]}'", allowed=allowed) from None
+    if (isinstance(value, float) and found != value) or (least is not None and found < least):
+        raise RecipeError(name, f"'{value}'", allowed=allowed)
+    return found
+
+
+def read_real(name: str, value: Any) -> float:
+    """A finite number, also as text; RecipeError for anything else."""
+    try:
+        found = float(value)
+    except (ValueError, TypeError, OverflowError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise RecipeError(name, f"'{str(value)[:60]}'", allowed="a number")
+    return found
 
 
 def read_side(value: Any) -> int:
     """One side of '512', 512, '512,512' or [512, 512]."""
     sides = value if isinstance(value, list) else str(value).split(",")
-    whole = {int(side) for side in sides}
+    whole = {read_whole("resolution", side, 1) for side in sides}
     if len(whole) != 1:
         raise RecipeError("resolution", f"{value}: width and height differ", allowed="one side; data.buckets")
     return whole.pop()
@@ -74,7 +126,7 @@ def read_side(value: Any) -> int:
 def read_number(value: Any) -> Any:
     try:
         return float(value) if not isinstance(value, list) else [float(one) for one in value]
-    except ValueError:
+    except (ValueError, TypeError):  # the recipe's own check names it
         return value
 
 
@@ -149,7 +201,7 @@ TABLE: dict[str, KohyaOption] = {
     "alpha_mask": KohyaOption("data.mask", lambda on: "alpha" if on else None),
     "clip_skip": KohyaOption(
         "data.clip_skip",
-        lambda layers: int(layers) - 1,
+        lambda layers: layers - 1,
         "one less: 1 is the last layer; left out for SDXL, where sd-scripts pass it by",
     ),
     "max_token_length": KohyaOption("data.max_token_length", int),
@@ -172,7 +224,7 @@ TABLE: dict[str, KohyaOption] = {
         "data.augment.hue", lambda on: 0.045 if on else 0.0, "0.045; gamma 0.05, share 0.33"
     ),
     "random_crop": KohyaOption("data.crop", lambda on: "random" if on else "centre"),
-    "max_data_loader_n_workers": KohyaOption("data.workers", lambda count: max(1, int(count))),
+    "max_data_loader_n_workers": KohyaOption("data.workers", lambda count: max(1, count)),
     "network_weights": KohyaOption("adapter.from"),
     "network_dim": KohyaOption("adapter.rank"),
     "network_alpha": KohyaOption("adapter.alpha", lambda alpha: alpha or None, "0 is null"),

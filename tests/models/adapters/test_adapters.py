@@ -537,3 +537,22 @@ def test_factors_of_a_wrong_size_are_refused(tiny: Model) -> None:
     name = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
     with pytest.raises(ModelError, match="another shape"):
         fit(Adapter("k", {name: Factors("lokr", parts)}, kind="lokr"), tiny)
+
+
+@pytest.mark.parametrize(
+    ("was", "kept"),
+    [
+        ("/home/someone/models/dog.safetensors", "dog.safetensors"),
+        (r"C:\Users\someone\dog.safetensors", "dog.safetensors"),
+        (r"\\\\server\share\dog", "dog"),
+        ("someone/dog", "someone/dog"),
+        ("dog.safetensors", "dog.safetensors"),
+    ],
+)
+def test_a_file_written_anew_says_no_path_of_whoever_trained_it(tmp_path: Path, was: str, kept: str) -> None:
+    layers = {"unet.mid_block.attentions.0.proj_in": Layer(torch.ones(1, 4), torch.ones(4, 1))}
+    metadata = {"ss_sd_model_name": was, "ss_vae_name": was, "modelspec.description": "/dog"}
+    file = write_adapter(Adapter("a", layers, metadata=metadata), tmp_path / "a.safetensors")
+    header = read_adapter(file).metadata
+    assert (header["ss_sd_model_name"], header["ss_vae_name"]) == (kept, kept)
+    assert header["modelspec.description"] == "/dog", "a text is left as it is"

@@ -243,6 +243,7 @@ def header(adapter: Adapter, base: str | None, prediction: str | None, *, kohya:
     `prediction` is in diffusers' words; None: what is usual with the base.
     """
     own = {key: value for key, value in adapter.metadata.items() if _is_kept(key)}
+    own |= {key: _without_place(own[key]) for key in FILES_OF_OTHERS if key in own}
     rank, alpha = adapter.rank, _most_common([layer.alpha for layer in adapter.layers.values()])
     metadata = {
         "format": "pt",
@@ -275,9 +276,20 @@ def _prediction(base: str | None, prediction: str | None) -> str:
     )
 
 
+FILES_OF_OTHERS = ("ss_sd_model_name", "ss_vae_name")
+"""Fields that may name a file by where it lay when the adapter was trained."""
+
+
 def _is_kept(key: str) -> bool:
     """Fields of the two conventions; hashes of the file as it was are not true of the new one."""
     return key.startswith(("modelspec.", "ss_", "darkroom.")) and key != "modelspec.hash_sha256"
+
+
+def _without_place(value: str) -> str:
+    """The last part of an absolute path: whoever gets the file learns nothing of where others were."""
+    if re.fullmatch(r"(/|~/|[A-Za-z]:[\\/]|\\\\)[^\n]*", value) is None:
+        return value
+    return re.split(r"[\\/]", value.rstrip("\\/"))[-1]
 
 
 def _lora_configs(adapter: Adapter) -> dict[str, Any]:

@@ -589,7 +589,9 @@ each place that frees up before them."""
 MOST_PROMISES, PROMISED = 1024, 8
 """Promises kept in mind; and of each key, how many of its queues count for what others are told."""
 RETURN_WEIGHT = 0.1
-"""Of the latest promise in the share of those that were taken up."""
+"""Of the latest promise in the share of those of its key that were taken up."""
+LEAST_RETURNS = 1e-3
+"""For a key that takes up a smaller share of its promises no places are held: some 65 in a row in vain."""
 EARLY_S, LATE_S = 0.5, 3.0
 """How long before and after the time that they were given."""
 
@@ -618,7 +620,7 @@ class Intake:
         self._reserved: Counter[str] = Counter()
         self._reserved_bytes = 0
         self._line: list[Reservation] = []
-        self._return_share = 1.0
+        self._return_shares: dict[str, float] = {}
 
     def check_rate(self, key: str, jobs: int = 1) -> None:
         """429 where the key comes too often."""
@@ -646,7 +648,7 @@ class Intake:
             (mine, self._queue_of(key), key),
         ):
             if not let_in and not self._is_due(key, digest):
-                most -= min(most // HELD, sum(one.num for one in self._due(whose)))
+                most -= min(most // HELD, self._held(pool, whose))
             if there + num > most:
                 after_s = self._places_free_s(pool, there + num - most, whose)
                 self._promise(Reservation(time.monotonic() + after_s, key, num, 0.0, digest))
@@ -679,6 +681,8 @@ class Intake:
         cost: float,
         backlog: Backlog | None = None,
         digest: str | None = None,
+        *,
+        let_in: bool = False,
     ) -> None:
         """429 where the work that waits would take too long with this job's `cost` on top; alone it may.
 
@@ -691,7 +695,7 @@ class Intake:
                 others = sum(backlog.work.values()) if whose is None else backlog.work.get(whose, 0.0)
                 waiting += others / backlog.servers
             waiting_s, own_s = pool.seconds_for(waiting), pool.seconds_for(cost)
-            if self._due(whose) and not self._is_due(key, digest):
+            if not let_in and self._held(pool, whose) and not self._is_due(key, digest):
                 most_s *= 1 - 1 / HELD
             if not waiting or waiting_s is None or own_s is None or waiting_s + own_s <= most_s:
                 continue
@@ -718,19 +722,30 @@ class Intake:
         for one in self._line:
             if one.is_due(now_s) and (one.key, one.digest) == (key, digest):
                 self._line.remove(one)
-                self._return_share += RETURN_WEIGHT * (1 - self._return_share)
+                self._note_return(key, 1.0)
                 return
 
     def _forget(self) -> None:
-        """Those who did not come, and where they are too many, those who were refused first."""
+        """Those who did not come, and where they are too many, the first of the key with the most."""
         now_s = time.monotonic()
-        there = [one for one in self._line if one.until_s + LATE_S > now_s]
-        for _ in range(len(self._line) - len(there)):
-            self._return_share -= RETURN_WEIGHT * self._return_share
-        self._line = there[-MOST_PROMISES:]
+        late = [one for one in self._line if one.until_s + LATE_S <= now_s]
+        for one in late:
+            self._note_return(one.key, 0.0)
+        if late:
+            self._line = [one for one in self._line if one.until_s + LATE_S > now_s]
+        while len(self._line) > MOST_PROMISES:
+            [(most, _)] = Counter(one.key for one in self._line).most_common(1)
+            self._line.remove(next(one for one in self._line if one.key == most))
+
+    def _note_return(self, key: str, came: float) -> None:
+        """Count a promise among those of its key that were taken up (1) or not (0)."""
+        share = self._return_shares.pop(key, 1.0)
+        self._return_shares[key] = share + RETURN_WEIGHT * (came - share)
+        while len(self._return_shares) > MOST_KEYS:
+            del self._return_shares[next(iter(self._return_shares))]
 
     def _promised(self, amount: Callable[[Reservation], float], key: str | None) -> float:
-        """What is promised to those still to come, by the share that came of late.
+        """What is promised to those still to come, by the share of each key's that came of late.
 
         Of each key at most `PROMISED` of its queues: who asks in vain for ever delays others by no more.
         """
@@ -741,8 +756,22 @@ class Intake:
                 pictures[one.key] += one.num
                 amounts[one.key] += amount(one)
         return sum(
-            amounts[of] * min(self._return_share, PROMISED * self._queue_of(of) / num)
+            amounts[of] * min(self._return_shares.get(of, 1.0), PROMISED * self._queue_of(of) / num)
             for of, num in pictures.items()
+        )
+
+    def _held(self, pool: ModelPool, key: str | None) -> int:
+        """Pictures that places are held for: of each key no more than it may have in the queue.
+
+        For a key that asks and never comes again nothing is held.
+        """
+        due: Counter[str] = Counter()
+        for one in self._due(key):
+            due[one.key] += one.num
+        return sum(
+            min(num, max(0, self._queue_of(of) - pool.waiting(of) - self._reserved[of]))
+            for of, num in due.items()
+            if self._return_shares.get(of, 1.0) >= LEAST_RETURNS
         )
 
     def _due(self, key: str | None) -> list[Reservation]:

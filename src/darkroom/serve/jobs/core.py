@@ -317,7 +317,8 @@ class Core:
         with self._intake.reserved(key, request.num, uploads):
             shape = await self._shape(request, uploads)
             cost = shape.whole_cost * request.num
-            self._intake.check_work(self.pool, key, request.num, cost, self._backlog(), digest)
+            backlog = self._backlog()
+            self._intake.check_work(self.pool, key, request.num, cost, backlog, digest, let_in=let_in)
             self._intake.kept(key, digest)
             seed = _seed() if request.seed is None else request.seed
             other = _seed() if request.variation_seed is None else request.variation_seed
