@@ -14,8 +14,8 @@ from PIL import Image
 
 from darkroom.serve.engine.loop import Admission
 from darkroom.serve.errors import Refused
-from darkroom.serve.jobs import admission
-from darkroom.serve.jobs.admission import Intake
+from darkroom.serve.jobs import intake as jobs_intake
+from darkroom.serve.jobs.intake import Intake
 from darkroom.serve.request import PictureRequest, Uploads
 from darkroom.serve.settings import Limits
 from serve.conftest import Released
@@ -169,7 +169,7 @@ class Pool:
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(jobs_intake.time, "monotonic", lambda: now[0])
     return now
 
 
