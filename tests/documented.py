@@ -28,8 +28,9 @@ class Command:
 
     @property
     def arguments(self) -> list[str]:
-        """What stands behind `darkroom`, without the comment."""
-        return shlex.split(VARIABLES.sub("", self.text), comments=True)[1:]
+        """What stands behind `darkroom`, without the comment and the file that its output goes to."""
+        words = shlex.split(VARIABLES.sub("", self.text), comments=True)[1:]
+        return words[: words.index(">")] if ">" in words else words
 
 
 def commands(*pages: Path) -> list[Command]:

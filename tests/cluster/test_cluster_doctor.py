@@ -113,7 +113,7 @@ def test_the_command_line_tells_it_in_json_and_in_one_line_what_is_missing(clust
 def test_actors_beside_the_work_do_not_import_torch() -> None:
     code = """
 import sys
-from darkroom.cluster import elastic, encoding, keeper, mail, probe, shared_store, worker
+from darkroom.cluster import elastic, encoding, keeper, probe, shared_store, worker
 print(len(probe.Probe().about(".", 0).versions), "torch" in sys.modules, "lance" in sys.modules)
 import darkroom.cluster.feed
 print("torch" in sys.modules)

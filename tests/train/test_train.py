@@ -321,7 +321,8 @@ def test_tensorboard_is_refused_where_it_is_missing(
 
 def test_the_console_says_loss_speed_time_and_cost(recipe_of: MakeRecipe, tmp_path: Path) -> None:
     said: list[str] = []
-    plan = {"line": "planned: 3 s", "hours": 3 / 3600}
+    empty = dict.fromkeys(("batch", "step_s", "images_per_s", "peak_bytes", "steps", "cost", "device"))
+    plan = {**empty, "line": "planned: 3 s", "hours": 3 / 3600}
     asked: list[int] = []
 
     def estimate(recipe: Recipe, devices: int) -> dict[str, Any]:

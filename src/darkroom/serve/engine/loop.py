@@ -86,9 +86,11 @@ class Engine:
         self.metrics, self.on_tick, self.on_stop = metrics, on_tick, on_stop
         self.library, self.nets = library, nets
         self.own_pixels = model.sample_size**2
-        decode = backend.decode
+        decode: FixedDecode | None = None
         if fixed_rows is not None:
-            decode = FixedDecode(decode, model.vae.decoder if fixed_rows.tries and model.vae else None)
+            decode = FixedDecode(
+                backend.decode, model.vae.decoder if fixed_rows.tries and model.vae else None
+            )
         self.studio = Studio(model, backend, one_by_one=fixed_rows is not None, decode=decode)
         self.unet: Unet = padded(backend.unet, pad_to) if pad_to else backend.unet
         if fixed_rows is not None:

@@ -120,7 +120,7 @@ class Studio:
         self.model, self.backend = model, backend
         self._one_by_one = one_by_one
         """Texts are read alone: what shares a call may differ in the last bits."""
-        self._decode = decode or backend.decode
+        self._decode = decode  # in place of the backend's
         self._texts = Texts(model)
         self._glance: Glance | None = None
         self.upscalers = Upscalers(None, backend.device)
@@ -220,7 +220,7 @@ class Studio:
     def _finish(self, tickets: Sequence[Ticket]) -> None:
         latents_BCHW = torch.stack([ticket.row.latents_CHW for ticket in tickets if ticket.row is not None])
         with while_wanted(self._wanted([ticket.work for ticket in tickets])):
-            images = self._decode(latents_BCHW)
+            images = (self._decode or self.backend.decode)(latents_BCHW)
         latents_BCHW = latents_BCHW.cpu()
         for i, (ticket, image) in enumerate(zip(tickets, images, strict=True)):
             job = ticket.work.prepared
