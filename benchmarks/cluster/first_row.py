@@ -2,10 +2,10 @@
 
     python benchmarks/cluster/first_row.py --rounds 3
 
-One JSON line for each of: `local` (no Ray), `ray` (a Ray that darkroom starts), `unreachable` (an address of
-this machine where nobody answers, and one of TEST-NET-2 that no packet comes back from). `wall_s` is from the
-start of the process to the first row of metrics.jsonl, or to its end where there is no cluster; `cpu_s` is
-what all processes used that were started meanwhile, Ray's among them.
+One JSON line for each of: `local` (no Ray), `ray` (a Ray that darkroom starts), `closed` (a port of this
+machine where nobody listens) and `silent` (one where connections are taken and nothing is answered). `wall_s`
+is from the start of the process to the first row of metrics.jsonl, or to its end where there is no cluster;
+`cpu_s` is what all processes used that were started meanwhile, Ray's among them. Nothing leaves this machine.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -30,7 +32,6 @@ data: {store: pictures.lance, resolution: 32, encode: inline}
 train: {steps: 3, global_batch: 4, micro_batch: 4}
 """
 DARKROOM = (sys.executable, "-m", "darkroom")
-NOBODY = ("127.0.0.1:9", "198.51.100.1:6379")
 LOOK_S = 0.05
 
 
@@ -69,6 +70,19 @@ def first_row(recipe: Path, out: Path, *more: str) -> tuple[float, float]:
     return found
 
 
+@contextmanager
+def nobody() -> Iterator[dict[str, str]]:
+    """Addresses of this machine where no cluster is, by the case's name; theirs alone while it lasts."""
+    with socket.socket() as closed, socket.socket() as silent:
+        for one in (closed, silent):
+            one.bind(("127.0.0.1", 0))
+        silent.listen(socket.SOMAXCONN)  # the system takes connections, and nobody reads from them
+        yield {
+            name: f"127.0.0.1:{one.getsockname()[1]}"
+            for name, one in (("closed", closed), ("silent", silent))
+        }
+
+
 def named(recipe: Path, out: Path, address: str) -> tuple[float, float]:
     """The same until a cluster that is not there is named, with exit code 2."""
     start_s, before = time.time(), sum(os.times()[2:4])
@@ -83,8 +97,9 @@ def cases(recipe: Path, out: Path) -> Iterator[tuple[str, tuple[float, float]]]:
     """One round."""
     yield "local", first_row(recipe, out / "local")
     yield "ray", first_row(recipe, out / "ray", "--engine", "ray", "--ray-address", "local")
-    for address in NOBODY:
-        yield f"unreachable {address}", named(recipe, out / "none", address)
+    with nobody() as addresses:
+        for name, address in addresses.items():
+            yield name, named(recipe, out / "none", address)
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from PIL import Image
 
 from darkroom.serve.engine.loop import Admission
 from darkroom.serve.errors import Refused
-from darkroom.serve.jobs import admission
-from darkroom.serve.jobs.admission import Intake
+from darkroom.serve.jobs import intake as jobs_intake
+from darkroom.serve.jobs.intake import Intake
 from darkroom.serve.request import PictureRequest, Uploads
 from darkroom.serve.settings import Limits
 from serve.conftest import Released
@@ -169,7 +169,7 @@ class Pool:
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(jobs_intake.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -296,7 +296,7 @@ def test_a_key_that_asks_in_vain_takes_no_promise_from_another(clock):
     after_s = refused_of(intake, pool, "mine", "first")
     for i in range(2000):
         assert refused_of(intake, pool, "flood", str(i)) is not None
-    assert len(intake._line) == admission.MOST_PROMISES
+    assert len(intake._line) == jobs_intake.MOST_PROMISES
     clock[0] += after_s
     pool.of["other"] = 7
     assert refused_of(intake, pool, "newcomer", "x") is not None

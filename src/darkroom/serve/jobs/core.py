@@ -26,8 +26,9 @@ from darkroom.serve.engine.tickets import EngineJob, Shape
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs import admission
 from darkroom.serve.jobs.active import Live, Lives, job_of, job_of_record
-from darkroom.serve.jobs.admission import Bench, Intake, new_record
+from darkroom.serve.jobs.admission import new_record
 from darkroom.serve.jobs.completion import Endings, Watchers
+from darkroom.serve.jobs.intake import Bench, Intake, over_quota
 from darkroom.serve.jobs.results import Retention, picture_name
 from darkroom.serve.jobs.store import LIVE, OverQuota, Record, StorageError
 from darkroom.serve.loop import Loop
@@ -277,7 +278,7 @@ class Core:
         if num > most:
             raise Refused(422, "over_limit", f"at most {most} pictures in one request, not {num}")
         if per_day is not None and (used := await self.used_today(key)) + num > per_day:
-            raise admission.over_quota(OverQuota(per_day, used), key)
+            raise over_quota(OverQuota(per_day, used), key)
         digest = admission.digest_of(wanted[0], None, wanted)
         self._intake.check_room(self.pool, key, num, self._backlog(), digest)
         self._intake.check_rate(key, len(new))
@@ -358,7 +359,7 @@ class Core:
             if uploads is not None:
                 with suppress(StorageError, OSError):  # they were written for nothing
                     await self._loop.in_thread(self.results.delete, record.uid)
-            raise admission.over_quota(error, record.key) from error
+            raise over_quota(error, record.key) from error
         except (StorageError, OSError) as error:
             if self.sharing is None:
                 self._loop.spawn(self._adopt(record.uid))
@@ -710,7 +711,7 @@ class Core:
         try:
             await self._stored(self.store.use(key, num, now_s, per_day))
         except OverQuota as error:
-            raise admission.over_quota(error, key) from error
+            raise over_quota(error, key) from error
         try:
             yield
         except Exception:
