@@ -22,6 +22,8 @@ KINDS = {
 }
 OPERATORS = re.compile(r"(^|\s)--[a-z]|\bdarkroom [a-z]|\bpip install\b")
 """Options and commands."""
+FOLDERS = re.compile(r"'(?:/|[A-Za-z]:\\)[^']*[/\\]([^'/\\]+)'")
+"""What stands before the last name of a quoted path."""
 RETRIED = (408, 409, 429, 500, 502, 503, 504, 507)
 """After these OpenAI's clients, and others like them, try again by themselves unless a header forbids it."""
 
@@ -68,10 +70,12 @@ class Refused(DarkroomError):
 
 
 def say(error: DarkroomError) -> str:
-    """An error in a client's words: what only who runs the server could type is left out."""
+    """An error in a client's words: what only who runs the server could type is left out, and where its
+    files lie."""
     if not isinstance(error, InputError):
-        return str(error)
+        return FOLDERS.sub(r"'\1'", str(error))
     allowed = f"allowed: {error.allowed}" if error.allowed else ""
-    return "; ".join(
+    message = "; ".join(
         part for part in (error.given, allowed, error.mend) if part and not OPERATORS.search(part)
     )
+    return FOLDERS.sub(r"'\1'", message)

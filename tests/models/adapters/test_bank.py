@@ -10,7 +10,7 @@ import torch
 from darkroom import models
 from darkroom.errors import ModelError
 from darkroom.models.adapters.adapter import Adapter
-from darkroom.models.adapters.bank import SLOTS, WEIGHTS, Bank, Choice
+from darkroom.models.adapters.bank import SLOTS, WEIGHTS, Bank, Choice, rows_of, take_rows
 from darkroom.models.adapters.blocks import names_of
 from darkroom.models.adapters.layers import Factors, Layer
 from darkroom.models.adapters.read import adaptable, merge, merge_all
@@ -267,6 +267,69 @@ def test_matrices_are_kept_between_calls_and_never_stale(tiny: Model, model: Mod
     assert len(kept) == 0  # nothing is held for a batch that is gone
 
 
+def test_only_rows_with_adapters_are_multiplied(
+    tiny: Model, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if all were, with a quarter of the products; rows without one keep the bits of a plain call."""
+    bank = Bank(model, slots=2, max_rank=8)
+    one, two = made(tiny, 1, where=everywhere), made(tiny, 2, rank=8, where=everywhere)
+    bank.load(1, one)
+    bank.load(2, two)
+    multiplied: list[int] = []
+    product = torch.bmm
+
+    def counted(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        multiplied.append(len(first))
+        return product(first, second)
+
+    monkeypatch.setattr(torch, "bmm", counted)
+    rows: list[Choice] = [[], [], [(1, 0.5), (2, -1.0)], []]
+    out, some = run_rows(bank, rows), list(multiplied)
+    multiplied.clear()
+    bank.take_whole_calls()
+    whole = run_rows(bank, rows)
+    assert (set(some), set(multiplied)) == ({1}, {4})
+    assert (out - whole).abs().max() < CLOSE
+    plain = run(tiny)
+    assert [torch.equal(*pair) for pair in zip(out, plain, strict=True)] == [True, True, False, True]
+    assert (out[2] - plain[2]).abs().max() > APART
+    assert (out[2] - run(merged(tiny, (one, 0.5), (two, -1.0)))[2]).abs().max() < CLOSE
+
+
+def test_a_part_of_a_batch_without_adapters_runs_the_plain_layers(tiny: Model, model: Model) -> None:
+    bank = Bank(model, slots=1, max_rank=4)
+    bank.load(1, made(tiny, 1, where=everywhere))
+    told = bank.lay_out([[], [(1, 1.0)]] * 4, "cpu")
+    gathered = []
+    call = rows_of(model.unet).call
+    for start in (0, 1):
+        part = take_rows(told, slice(start, None, 2), range(start, 8, 2))
+        with bank.applied("unet", part[SLOTS], part[WEIGHTS]):
+            gathered.append((call.slots_BK is None, torch.equal(run(model), run(tiny))))
+    assert gathered == [(True, True), (False, False)]
+
+
+def test_gradients_pass_rows_with_and_without_adapters(tiny: Model, model: Model) -> None:
+    bank = Bank(model, slots=1, max_rank=4)
+    one = made(tiny, 1, where=everywhere)
+    bank.load(1, one)
+    told = bank.lay_out([[], [(1, 1.0)], [], []], "cpu")
+    slopes = []
+    for unet, slots in ((model.unet, told), (tiny.unet, {}), (merged(tiny, (one, 1.0)).unet, {})):
+        x = X.clone().requires_grad_()
+        with bank.applied("unet", slots.get(SLOTS), slots.get(WEIGHTS)):
+            unet(x, TIMES, encoder_hidden_states=TEXT, return_dict=False)[0].square().sum().backward()  # type: ignore[misc]
+        slopes.append(x.grad)
+    mixed, plain, adapted = slopes
+    assert mixed is not None
+    assert plain is not None
+    assert adapted is not None
+    scale = plain.abs().max()
+    assert (mixed[0] - plain[0]).abs().max() < CLOSE * scale
+    assert (mixed[1] - adapted[1]).abs().max() < CLOSE * scale
+    assert (mixed[1] - plain[1]).abs().max() > APART * scale
+
+
 def test_only_layers_that_are_adapted_hold_memory(tiny: Model, model: Model) -> None:
     bank = Bank(model, slots=3, max_rank=4)
     assert bank.nbytes == 0
@@ -369,3 +432,35 @@ def test_adapters_may_change_under_a_text_whose_keys_are_kept(tiny: Model, model
         expected = run(merged(tiny, (adapter, 1.0)))
         assert (run_rows(bank, [[(slot, 1.0)]] * 4) - expected).abs().max() < CLOSE
         assert (kept - expected).abs().max() > APART
+
+
+def test_keys_of_a_text_are_kept_while_its_rows_adapters_are(tiny: Model, model: Model) -> None:
+    lean = optimise(model, "lean").model
+    bank = Bank(lean, slots=1, max_rank=4)
+    one, two = made(tiny, 1), made(tiny, 2)
+    bank.load(1, one)
+    told = bank.lay_out([[(1, 1.0)], [], [], []], "cpu")
+    made_anew: list[int] = []
+    attention = next(m for name, m in lean.unet.named_modules() if name.endswith("attn2"))  # type: ignore[union-attr]
+    last = attention.to_kv if attention.fused_projections else attention.to_k
+    last.register_forward_hook(lambda *_: made_anew.append(1))
+
+    def call() -> tuple[torch.Tensor, int]:
+        made_anew.clear()
+        with bank.applied("unet", told[SLOTS], told[WEIGHTS]):
+            out = run(lean)
+        return out, len(made_anew)
+
+    first, again = call(), call()
+    assert (first[1], again[1]) == (1, 0)
+    assert torch.equal(first[0], again[0])
+    told[WEIGHTS].mul_(0.5)
+    halved = call()
+    assert (halved[0] - run_rows(bank, [[(1, 0.5)], [], [], []])).abs().max() < CLOSE
+    bank.load(1, two)
+    other = call()
+    assert (halved[1], other[1]) == (1, 1)
+    for out, adapter in ((halved[0], one), (other[0], two)):
+        assert (out[0] - run(merged(tiny, (adapter, 0.5)))[0]).abs().max() < CLOSE
+    assert (halved[0] - first[0])[0].abs().max() > APART
+    assert (halved[0] - other[0])[0].abs().max() > APART

@@ -515,6 +515,26 @@ def test_what_cannot_steer_is_refused_before_anything_is_drawn(http, control, co
     assert told.status_code == 422
     assert told.json()["error"]["code"] == code
     assert named in told.json()["error"]["message"]
+    assert "\n" not in told.json()["error"]["message"]
+
+
+def test_a_refusal_lists_what_fits_and_no_folder_of_the_servers(http, nets):
+    def message(**body: Any) -> str:
+        told = http.post("/jobs", json={"prompt": "a horse", **body})
+        assert told.status_code == 422
+        return str(told.json()["error"]["message"])
+
+    def of_net(name: str) -> str:
+        return message(controls=[{"net": name, "image": base64_of(steering(0))}])
+
+    assert of_net("nobody") == f"controls: no net 'nobody' here; allowed: {', '.join(NAMES)}"
+    assert of_net("broken").startswith("controls: 'broken.safetensors' is damaged: ")
+    troubles = {one["name"]: one["trouble"] for one in http.get("/model").json()["controls"]}
+    assert "'broken.safetensors' is damaged" in troubles["broken"]
+    assert str(nets) not in str(troubles)
+    fits = [one["name"] for one in http.get("/model").json()["adapters"]]
+    unknown = message(adapters=[{"name": "nobody"}])
+    assert unknown == f"adapters: no adapter 'nobody' here; allowed: {', '.join(fits)}"
 
 
 def test_too_many_nets_are_refused(http):

@@ -91,6 +91,13 @@ def test_a_net_shows_the_map_that_it_is_given(page, server, tmp_path):
     assert (control["net"], control["map"], control["weight"]) == ("edges", "invert", 0.5)
     assert (control["soft"], control["guess"]) == (True, False)
     guided = server.http.get(f"/jobs/{newest(server)['id']}/pictures/0").content
+    page.until("document.querySelector('#sheet li .open')?.ariaLabel.includes('guided')")
+    page.click("#sheet li .open")
+    page.until("document.querySelector('#viewer-facts').textContent.includes('Netsedges 0.5')")
+    page.look(390, 844, phone=True)
+    page.until("document.querySelector('#viewer-image').getBoundingClientRect().height > 300")
+    page.look(1280, 900)
+    page.js("document.querySelector('#viewer').close()")
     page.click("#control-list .link")
     expose(page, "guided", steps=2, seed=1)
     page.until(DONE)

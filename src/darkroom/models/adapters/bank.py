@@ -69,6 +69,8 @@ class _GatheredMatrices:
     weights_BK: torch.Tensor
     versions: tuple[int, int]
     weights_Bs1: torch.Tensor
+    rows: torch.Tensor | None = None
+    """The rows that have adapters, which alone are multiplied; None is all."""
     dense: Sequence[_Dense] = ()
     matrices: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """By the id of the layer's `bank_down`, which is kept alive with them so that the id stays unique."""
@@ -129,6 +131,9 @@ class RowAdapters:
         call = self.call
         if slots_BK is not None and weights_BK is not None:
             call.kept = self._kept_for(slots_BK, weights_BK)
+            if call.kept is not None and call.kept.rows is not None and not len(call.kept.rows):
+                call.kept = slots_BK = None  # of a batch's parts, one without adapters
+        if slots_BK is not None and weights_BK is not None:
             missing = (0, max(0, self.width - slots_BK.shape[1]))
             call.slots_BK = nn.functional.pad(slots_BK, missing) if missing[1] else slots_BK
             call.weights_Bs1 = call.kept.weights_Bs1 if call.kept else self._repeated(weights_BK, missing)
@@ -160,6 +165,16 @@ class RowAdapters:
                     found.append(_Dense(slot, index, weights_BK[index, k]))
         return found
 
+    def _adapted_rows(self, slots_BK: torch.Tensor) -> torch.Tensor | None:
+        """The rows that have an adapter; None where all count as such: they do, or only the card knows."""
+        table = getattr(slots_BK, HOST, None)
+        if self.whole_calls or len(slots_BK) == 1 or (table is None and slots_BK.device.type != "cpu"):
+            return None
+        places = [i for i, row in enumerate(slots_BK.tolist() if table is None else table) if any(row)]
+        if len(places) == len(slots_BK):
+            return None
+        return accelerator.new_tensor(places, slots_BK.device, torch.int64)
+
     def _repeated(self, weights_BK: torch.Tensor, missing: tuple[int, int] = (0, 0)) -> torch.Tensor:
         weights = nn.functional.pad(weights_BK, missing) if missing[1] else weights_BK
         return weights.repeat_interleave(self.max_rank, 1)[:, :, None]
@@ -174,7 +189,8 @@ class RowAdapters:
             kept: _GatheredMatrices | None = self._kept.get(slots_BK)
             if kept is None or kept.weights_BK is not weights_BK or kept.versions != versions:
                 dense = self._dense_rows(slots_BK, weights_BK)
-                kept = _GatheredMatrices(weights_BK, versions, self._repeated(weights_BK), dense)
+                rows, weights_Bs1 = self._adapted_rows(slots_BK), self._repeated(weights_BK)
+                kept = _GatheredMatrices(weights_BK, versions, weights_Bs1, rows, dense)
                 self._kept[slots_BK] = kept
         return kept
 
@@ -183,17 +199,26 @@ class RowAdapters:
         with self._lock:
             self._kept = WeakIdKeyDictionary()
 
+    @property
+    def adapted(self) -> torch.Tensor | None:
+        """The rows of this call that `matrices` are of; None is all."""
+        kept = None if torch.compiler.is_compiling() else self.call.kept
+        return None if kept is None else kept.rows
+
     def matrices(self, down_NrI: torch.Tensor, up_NrO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's matrices of all rows, [B, s, I] and [B, s, O], the weights within the latter."""
+        """A layer's matrices of the `adapted` rows, [B, s, I] and [B, s, O], the latter with the weights."""
         call = self.call
         kept = None if torch.compiler.is_compiling() else call.kept
         if kept is not None and (found := kept.matrices.get(id(down_NrI))) is not None:
             return found[1], found[2]
         assert call.slots_BK is not None
         assert call.weights_Bs1 is not None
-        down_BsI = down_NrI[call.slots_BK].flatten(1, 2)
-        up_BsO = up_NrO[call.slots_BK].flatten(1, 2)
-        up_BsO = up_BsO * call.weights_Bs1.to(up_BsO.dtype)
+        slots_BK, weights_Bs1 = call.slots_BK, call.weights_Bs1
+        if (rows := self.adapted) is not None:
+            slots_BK, weights_Bs1 = slots_BK[rows], weights_Bs1[rows]
+        down_BsI = down_NrI[slots_BK].flatten(1, 2)
+        up_BsO = up_NrO[slots_BK].flatten(1, 2)
+        up_BsO = up_BsO * weights_Bs1.to(up_BsO.dtype)
         if kept is not None:
             self._keep(kept, down_NrI, down_BsI, up_BsO)
         return down_BsI, up_BsO
@@ -260,10 +285,12 @@ class Banked:
         assert self.bank_down is not None
         assert self.bank_up is not None
         down_BsI, up_BsO = self.bank_rows.matrices(self.bank_down, self.bank_up)
+        if (rows := self.bank_rows.adapted) is not None:
+            return _add_to_rows(self, x, out, down_BsI, up_BsO, rows)
         if slots_BK.shape[0] != x.shape[0]:
             down_BsI, up_BsO = (t.expand(x.shape[0], -1, -1) for t in (down_BsI, up_BsO))
         if isinstance(self, nn.Conv2d):
-            return _add_conv(self, x, out, down_BsI, up_BsO)
+            return out + _conv_product(self, x, down_BsI, up_BsO).reshape(out.shape)
         return _add_linear(x, out, down_BsI, up_BsO)
 
 
@@ -310,9 +337,31 @@ def _add_linear(
     return out_BLO.baddbmm_(h_BLs, up_BsO).reshape(out.shape)  # the layer's own output: nobody else has it
 
 
-def _add_conv(
-    layer: nn.Conv2d, x: torch.Tensor, out: torch.Tensor, down_BsI: torch.Tensor, up_BsO: torch.Tensor
+def _add_to_rows(
+    layer: Any,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    down_BsI: torch.Tensor,
+    up_BsO: torch.Tensor,
+    rows: torch.Tensor,
 ) -> torch.Tensor:
+    """An output with the products of the rows that have adapters added to these alone."""
+    mine = x[rows]
+    if isinstance(layer, nn.Conv2d):
+        added = _conv_product(layer, mine, down_BsI, up_BsO)
+    else:
+        h_BLs = torch.bmm(mine.reshape(len(mine), -1, x.shape[-1]), down_BsI.transpose(1, 2))
+        added = torch.bmm(h_BLs, up_BsO)
+    added = added.reshape(len(mine), *out.shape[1:])
+    if torch.is_grad_enabled():
+        return out.index_add(0, rows, added)
+    return out.index_add_(0, rows, added)  # the layer's own output: nobody else has it
+
+
+def _conv_product(
+    layer: nn.Conv2d, x: torch.Tensor, down_BsI: torch.Tensor, up_BsO: torch.Tensor
+) -> torch.Tensor:
+    """What adapters add to a convolution's output, [B, O, P]."""
     rows, ranks = down_BsI.shape[:2]
     if layer.kernel_size == (1, 1) and layer.stride == (1, 1):
         h_BsP = torch.bmm(down_BsI, x.flatten(2))
@@ -327,7 +376,7 @@ def _add_conv(
             groups=rows,
         )
         h_BsP = h.reshape(rows, ranks, -1)
-    return out + torch.bmm(up_BsO.transpose(1, 2), h_BsP).reshape(out.shape)
+    return torch.bmm(up_BsO.transpose(1, 2), h_BsP)
 
 
 @functools.cache

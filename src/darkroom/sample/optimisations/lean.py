@@ -41,11 +41,24 @@ def make_lean(unet: nn.Module) -> None:
             module.__class__ = found[1]
 
 
-def _is_plain_linear(layer: nn.Module) -> bool:
-    """Whether a layer does nothing but its product: also one in an adapter bank of which no row has any."""
-    if isinstance(layer, Banked):
-        return layer.bank_rows.call.slots_BK is None
-    return type(layer) is nn.Linear
+_PLAIN = object()
+"""Of a layer that does nothing but its product."""
+
+
+def _deciding(layer: nn.Module) -> object | None:
+    """What decides about a layer's output next to what comes in, the same object as long as it is the same;
+    None where that is not known. In an adapter bank it is what the bank keeps for the rows' adapters."""
+    if not isinstance(layer, Banked):
+        return _PLAIN if type(layer) is nn.Linear else None
+    call = layer.bank_rows.call
+    if call.slots_BK is None:
+        return _PLAIN
+    return None if torch.compiler.is_compiling() else call.kept
+
+
+def _reference(decides: object) -> Callable[[], object | None]:
+    """How it is asked for later without keeping a batch's matrices alive."""
+    return (lambda: _PLAIN) if decides is _PLAIN else weakref.ref(decides)
 
 
 def _is_plain_attention(module: Any) -> bool:
@@ -116,24 +129,30 @@ class LeanAttention(Attention):  # type: ignore[misc]
 
     def _of_text(self, text_BLD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The text's keys and values, [B, H, L, D / H]; the last call's for the same tensor."""
-        if not self._may_keep(text_BLD):
+        decides = self._decides(text_BLD)
+        if decides is None:
             return self._keys_and_values(text_BLD)
         held = self.__dict__.get("_held")
-        if held is None or held[0]() is not text_BLD or held[1] != text_BLD._version:
+        if (
+            held is None
+            or held[0]() is not text_BLD
+            or held[1] != text_BLD._version
+            or held[2]() is not decides
+        ):
             found = self._keys_and_values(text_BLD)
             # Past nn.Module's own bookkeeping: a state dict must not know of it.
-            held = self.__dict__["_held"] = (weakref.ref(text_BLD), text_BLD._version, *found)
-        return held[2], held[3]
+            this = weakref.ref(text_BLD), text_BLD._version, _reference(decides)
+            held = self.__dict__["_held"] = (*this, *found)
+        return held[3], held[4]
 
-    def _may_keep(self, text_BLD: torch.Tensor) -> bool:
-        """Whether nothing but the text decides: an adapter's rows may change under the same text."""
+    def _decides(self, text_BLD: torch.Tensor) -> object | None:
+        """What decides next to the text, as an adapter's rows may change under the same text; None where
+        nothing may be kept."""
+        if len(text_BLD) > KEPT_ROWS or text_BLD.is_inference() or torch.is_grad_enabled():
+            return None
         layers = (self.to_kv,) if self.fused_projections else (self.to_k, self.to_v)
-        return (
-            len(text_BLD) <= KEPT_ROWS
-            and all(map(_is_plain_linear, layers))
-            and not text_BLD.is_inference()
-            and not torch.is_grad_enabled()
-        )
+        first, *others = map(_deciding, layers)
+        return first if all(one is first for one in others) else None
 
     def _keys_and_values(self, text_BLD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.fused_projections:

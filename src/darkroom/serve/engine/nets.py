@@ -7,11 +7,11 @@ together take no more than the bound, also while one is being read.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from darkroom.models.control import ControlCard, Net, describe_control, read_con
 from darkroom.models.image_prompt import ENCODER_FOLDER, ImagePrompt, install
 from darkroom.models.lllite import ControlNetLite
 from darkroom.sample.control import Control, Controls, make_alike
-from darkroom.serve.engine.shelf import SUFFIX, Shelf, may_be_named, scan
+from darkroom.serve.engine.shelf import MOST_LISTED, SUFFIX, Shelf, may_be_named, scan
 from darkroom.serve.engine.tickets import EngineJob, File, Ticket, opened
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 2.0
 """A ticket that has waited so long for memory gets it before others may use nets that stand in its way."""
-MOST_LISTED = 20
 MIB = 2**20
 
 
@@ -110,7 +109,7 @@ class Nets(Shelf):
         """
         file = self._look().get(name)
         if file is None:
-            there = sorted(self.names())
+            there = list(itertools.islice(self._fitting(), MOST_LISTED + 1))
             more = ", ..." if len(there) > MOST_LISTED else ""
             raise InputError(
                 f"no net '{name[:100]}' here", allowed=", ".join(there[:MOST_LISTED]) + more or "none"
@@ -128,13 +127,18 @@ class Nets(Shelf):
                 raise message from error
         return self._known[file]
 
+    def _fitting(self) -> Iterator[str]:
+        """The names of those that this model can use, in order. May read configurations."""
+        for name in sorted(self.names()):
+            try:
+                self.describe(name)
+            except DarkroomError:
+                continue
+            yield name
+
     def first_of(self, kind: str) -> str | None:
         """The first net of a kind by name, of those that this model can use. May read configurations."""
-        for name in sorted(self.names()):
-            with suppress(DarkroomError):
-                if self.describe(name).kind == kind:
-                    return name
-        return None
+        return next((name for name in self._fitting() if self.describe(name).kind == kind), None)
 
     def check_room(self, names: Iterable[str]) -> None:
         """InputError where these nets together are more than may be in memory."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware import accelerator
 from darkroom.serve.engine.tickets import File, Ticket
+from darkroom.serve.errors import say
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,8 @@ SUFFIX = ".safetensors"
 LOOK_S = 1.0
 MOST_FILES = 10_000
 MOST_NAME = 200
+MOST_LISTED = 20
+"""Names in a message."""
 
 
 class Shelf:
@@ -72,7 +75,7 @@ class Shelf:
     def trouble(self, file: File) -> str | None:
         """What is known to be wrong with a file."""
         error = self._troubles.get(file)
-        return None if error is None else str(error)
+        return None if error is None else say(error)
 
     def check(self, names: Iterable[str]) -> None:
         """Raises what is known to be wrong with one of them."""

@@ -29,6 +29,7 @@ from darkroom.sample.prompt_schedule import readings
 from darkroom.sample.prompts import read_parts
 from darkroom.serve.api.guard import ANONYMOUS
 from darkroom.serve.engine.runner import shape_of
+from darkroom.serve.engine.shelf import MOST_LISTED
 from darkroom.serve.engine.tickets import FORMATS, Shape
 from darkroom.serve.errors import Refused, say
 from darkroom.serve.jobs.store import Record
@@ -326,9 +327,11 @@ def check_adapters(request: PictureRequest, library: Library | None, known: Coll
     names = [choice.name for choice in request.adapters]
     for name in names:
         if name not in known:
-            raise Refused(
-                422, "unknown_adapter", f"adapters: no adapter '{name[:100]}' here", param="adapters"
-            )
+            there = sorted(known)
+            more = ", ..." if len(there) > MOST_LISTED else ""
+            allowed = ", ".join(there[:MOST_LISTED]) + more or "none"
+            message = f"adapters: no adapter '{name[:100]}' here; allowed: {allowed}"
+            raise Refused(422, "unknown_adapter", message, param="adapters")
     if len(set(names)) < len(names):
         raise Refused(422, "invalid_value", "adapters: each may be named once", param="adapters")
     try:

@@ -5,7 +5,7 @@ import { Controls } from "./controls.js";
 import { Painter } from "./mask.js";
 import { encoded, extended, onCanvas } from "./pictures.js";
 import { SOLVER_NAMES } from "./solvers.js";
-import { adaptersOf } from "./view.js";
+import { adaptersOf, netsOf } from "./view.js";
 
 const SHAPES = [["1:1", 1, 1], ["3:2", 3, 2], ["2:3", 2, 3], ["16:9", 16, 9], ["9:16", 9, 16]];
 const PLAIN = ["prompt", "negative", "width", "height", "steps", "guidance", "seed", "num", "solver", "strength", "enlarge"];
@@ -157,7 +157,7 @@ export class Form {
     if (told.solver && !solvers.includes(told.solver)) lost.push(`solver ${told.solver}`);
     lost.push(...adaptersOf(told).filter((one) => !this.known.has(one.name)).map((one) => `adapter ${one.name}`));
     for (const id of ["steps", "guidance"]) if (told[id] > limits[id]) lost.push(`${told[id]} ${id}`);
-    for (const { net } of told.controls ?? []) lost.push(`the picture of net ${net}`);
+    for (const { name: net } of netsOf(told)) lost.push(`the picture of net ${net}`);
     if (told.image) lost.push(told.mask ? "the picture it started from, and its mask" : "the picture it started from");
     return lost;
   }

@@ -134,9 +134,14 @@ function facts(told) {
   if (told.negative) rows.push(["Negative prompt", told.negative]);
   const adapters = adaptersOf(told).map(({ name, weight }) => `${name} ${weight}`);
   if (adapters.length) rows.push(["Adapters", adapters.join(", ")]);
-  const nets = (Array.isArray(told.controls) ? told.controls : []).map(({ net, weight }) => `${net} ${weight}`);
+  const nets = netsOf(told).map(({ name, weight }) => `${name} ${weight}`);
   if (nets.length) rows.push(["Nets", nets.join(", ")]);
   return rows.flatMap(([label, value]) => [make("dt", {}, label), make("dd", {}, value)]);
+}
+
+/** Nets as PNGs tell them: a list of {name, weight}. */
+export function netsOf(told) {
+  return (Array.isArray(told.controls) ? told.controls : []).filter((one) => one && typeof one.name === "string");
 }
 
 /** Adapters as PNGs tell them: a list of {name, weight}, or weights by name. */
