@@ -58,7 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if nightly.is_chosen(config):
-        reports = [one for kept in terminalreporter.stats.values() for one in kept if isinstance(one, pytest.TestReport)]
+        found = [one for kept in terminalreporter.stats.values() for one in kept]
+        reports = [one for one in found if isinstance(one, pytest.TestReport)]
         terminalreporter.section("seconds by group")
         for name, seconds in list(nightly.seconds_by_group(reports).items())[:40]:
             terminalreporter.write_line(f"{seconds:7.1f} {name}")
