@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src/darkroom"
 TESTS = {
-    "sample/solvers.py": ["sample/test_solvers.py"],
+    "sample/solvers.py": ["sample/test_solvers.py", "sample/test_flow.py", "sample/test_schedules.py"],
     "sample/denoise.py": ["sample/test_denoise.py"],
     "data/order.py": ["data/test_order.py"],
     "train/objective.py": ["train/test_objective.py", "train/test_flow_objective.py"],
