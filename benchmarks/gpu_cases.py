@@ -226,7 +226,8 @@ def _drawing_paths(lab: Lab) -> dict[str, Callable[[], object]]:
         "vae_slicing",
         "vae_tiling:64",
     )
-    names += ("guidance_interval", "feature_cache", "offload_model", "offload_group", "int8", "fp8")
+    names += ("guidance_interval", "feature_cache", "offload_model", "offload_group")
+    names += ("offload_sequential", "int8", "fp8")
     paths: dict[str, Callable[[], object]] = {
         f"draw {name}": lambda name=name: draw(name)  # type: ignore[misc]
         for name in names

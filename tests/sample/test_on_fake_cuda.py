@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from darkroom import models, sample
 from darkroom.hardware import accelerator
-from darkroom.models.adapters.bank import Bank
+from darkroom.models.adapters.bank import Bank, Change
 from darkroom.models.control import ControlNet, _controlnet
 from darkroom.models.image_prompt import ImagePrompt, cross_attentions, installed
 from darkroom.models.lllite import ControlNetLite, LiteLayer, _level
@@ -23,7 +23,7 @@ from darkroom.sample.backends import open_backend, unet_call
 from darkroom.sample.choice import make_table
 from darkroom.sample.control import ControlledUnet, RowControl
 from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch, Stage
-from darkroom.sample.optimisations import smaller
+from darkroom.sample.optimisations import offload, smaller
 from darkroom.sample.optimisations.vae import VaeFront
 from darkroom.serve.engine.batch import padded
 from darkroom.serve.engine.loop import Engine
@@ -317,6 +317,133 @@ def test_no_step_with_an_optimisation_is_waited_for(model, names, monkeypatch):
     found = [steady(backend.unet, rows, after) for after in (1, 2, 3)]
     assert [watched.waits for watched in found] == [[]] * 3
     assert not elsewhere([row.latents_CHW for row in rows], "cuda")
+
+
+class Stream:
+    """A second stream where there is none: what is asked of it is noted."""
+
+    device = CUDA
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def record_event(self) -> None: ...
+    def wait_event(self, event: None) -> None:
+        self.waited += 1
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited += 1
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def waiting(cuda):
+    """A model in main memory, as it is opened to be offloaded."""
+    made = models.create("tiny", overrides={"unet": UNET}, parts=("unet", "vae", "text_encoder", "tokenizer"))
+    for module in made.modules.values():
+        torch.nn.Module.to(module, torch.bfloat16)
+    return made
+
+
+@pytest.mark.parametrize("name", ["offload_sequential", "offload_group"])
+def test_no_step_of_a_model_in_main_memory_is_waited_for(waiting, unet, name, monkeypatch):
+    """Nothing is launched but the plain step's kernels, and copies of the large weights."""
+    monkeypatch.setattr(offload, "SMALL_BYTES", 2**9)
+    computing = Stream()
+    monkeypatch.setattr(accelerator, "new_stream", lambda device: Stream())
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: computing)
+    backend = open_backend("torch", waiting, optimise=name, device=CUDA)
+    large = [p for p in waiting.unet.parameters() if p.nbytes >= offload.SMALL_BYTES]
+    assert len(large) > 50
+    table = make_table("ddim", DDIM, STEPS)
+    watched = steady(backend.unet, rows_of([table, table]))
+    assert watched.waits == []
+    copies = watched.kernels["aten::copy_"]
+    assert copies == (
+        len(large) if name == "offload_group" else 0
+    )  # the other way makes none of them by itself
+    assert watched.launched - copies == GOLDEN["denoise"]["two rows, one guided"]
+    assert (computing.waited > 0) == (name == "offload_group")
+    at_home = [p for p in backend.model.unet.parameters() if p.device.type == "cpu"]
+    assert len(at_home) == len(large)  # put away after the step
+    with Watched() as watched:
+        row = sample.Generation(
+            waiting, ["a red circle"], sample.GenerateSettings(steps=3, size=(32, 32)), backend
+        ).row(0)
+        backend.encode(torch.zeros(1, 3, 16, 16, device=CUDA))
+    assert watched.waits == []
+    assert not elsewhere([row.latents_CHW, row.positive.text_LD], "cuda")
+
+
+@pytest.mark.parametrize("name", ["offload_sequential", "offload_group"])
+def test_adapters_of_a_model_in_main_memory_are_on_the_card(waiting, name, monkeypatch):
+    """They are loaded before the model is offloaded: their matrices lay where the weights do."""
+    monkeypatch.setattr(offload, "SMALL_BYTES", 2**9)
+    monkeypatch.setattr(accelerator, "new_stream", lambda device: Stream())
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(FakeTensorMode, "__deepcopy__", lambda self, memo: self, raising=False)
+    bank = Bank(waiting, slots=2, max_rank=4)
+    path = next(path for path in bank._known if path.startswith("unet.") and path.endswith("to_q"))
+    weight = bank._known[path].weight
+    bank.reserve([path])
+    difference = Change(delta=torch.zeros_like(weight))
+    bank._put(bank._held[path], 1, difference)
+    for rows in bank._rows.values():
+        rows.dense.add(1)
+    backend = open_backend("torch", waiting, optimise=name, device=CUDA)
+    table = make_table("ddim", DDIM, STEPS)
+    assert steady(backend.unet, rows_of([table, table], adapters=((1, 1.0),))).waits == []
+
+
+@pytest.mark.nightly
+def test_products_in_fp8_are_not_waited_for(model, monkeypatch):
+    """torchao asks the build for a card with fp8 units; the products' shapes are checked as on one."""
+    from torchao.quantization import quant_api
+
+    monkeypatch.setattr(smaller, "WORTH_QUANTISING", 16 * 16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(quant_api, "_check_hardware_support", lambda *_: None)
+    backend = open_backend("torch", model, optimise="fp8")
+    table = make_table("ddim", DDIM, STEPS)
+    watched = steady(backend.unet, rows_of([table, table]))
+    assert watched.waits == []
+    assert watched.launched == GOLDEN["fp8"]["two rows, one guided"]
+    assert watched.kernels["aten::_scaled_mm"] == GOLDEN["fp8"]["products"]
+    assert steady(unet_call(model.unet), rows_of([table])).kernels["aten::_scaled_mm"] == 0  # the control
+
+
+def rows_in_float32(tables: list[Any]) -> list[Row]:
+    """The same rows with texts in float32."""
+    rows = rows_of(tables)
+    for row in rows:
+        row.positive = Condition(row.positive.text_LD.float())
+        row.negative = row.negative and Condition(row.negative.text_LD.float())
+    return rows
+
+
+@pytest.mark.parametrize("name", ["tf32", "autocast:bf16", "autocast:fp16"])
+def test_a_float32_model_in_other_arithmetic_is_not_waited_for(waiting, name, monkeypatch):
+    """TF32 is on within the call alone; autocast's products are in the type asked for."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    for module in waiting.modules.values():
+        torch.nn.Module.to(module, CUDA, torch.float32)
+    seen = []
+    waiting.unet.conv_out.register_forward_hook(
+        lambda module, given, out: seen.append((out.dtype, torch.backends.cuda.matmul.allow_tf32))
+    )
+    backend = open_backend("torch", waiting, optimise=name)
+    table = make_table("ddim", DDIM, STEPS)
+    watched = steady(backend.unet, rows_in_float32([table, table]))
+    assert watched.waits == []
+    dtype = {"tf32": torch.float32, "autocast:bf16": torch.bfloat16, "autocast:fp16": torch.float16}[name]
+    assert set(seen) == {(dtype, name == "tf32")}
+    assert not torch.backends.cuda.matmul.allow_tf32
+    # autocast's own casts lie below what is watched here: the kernels seen are the plain step's
+    assert watched.launched == GOLDEN["denoise"]["two rows, one guided"]
 
 
 @pytest.mark.parametrize("tile", [None, 16])

@@ -199,6 +199,13 @@ def new_stream(device: torch.device) -> torch.Stream | None:
     return torch.Stream(device) if kind_of(device).streams else None
 
 
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream that this thread gives its work to."""
+    import torch
+
+    return torch.accelerator.current_stream(device)
+
+
 def new_event(device: torch.device) -> Any:
     """A mark in a stream's work that a thread can wait for without taking a core."""
     import torch
@@ -282,9 +289,12 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     where = torch.device(device)
     if tensor.device.type != "cpu" or where.type == "cpu":
         return tensor.to(where)
-    if kind_of(where).streams and not tensor.is_pinned():
-        tensor = tensor.pin_memory()
-    return tensor.to(where, non_blocking=True)
+    return pinned(tensor, where).to(where, non_blocking=True)
+
+
+def pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor of main memory where a device reads it by itself; where it lies for those that do not."""
+    return tensor.pin_memory() if kind_of(device).streams and not tensor.is_pinned() else tensor
 
 
 def new_tensor(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -29,6 +29,7 @@ from darkroom.models.quiet import quiet
 from darkroom.options import parse_bytes
 from darkroom.sample.optimisations.applied import Applied, look_alike
 from darkroom.sample.optimisations.choose import conflict, optimise, parse, place_of
+from darkroom.sample.optimisations.offload import staying_bytes
 from darkroom.sample.optimisations.streamed import READ, computed_in
 from darkroom.sample.optimisations.vae import VaeFront
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
@@ -44,7 +45,7 @@ CPU_ALLOWANCE = 96 * 10**6
 """Libraries that are read in on the way, and what the interpreter makes besides."""
 OFFLOADS = ("", "offload_model", "offload_group", "offload_sequential")
 ON_CPU = ("", "offload_mmap")
-IN_FLIGHT = {"offload_group": 3, "offload_sequential": 1, "offload_mmap": 3}
+IN_FLIGHT = {"offload_group": 2, "offload_sequential": 1, "offload_mmap": 3}
 """How many of the largest layers lie there at once; on a CPU the file's, the cast and the kernel's."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MMAP_BYTES = -1, -3, 65536
 
@@ -67,6 +68,8 @@ class Needs:
     """Bytes of a decoded picture in float32."""
     upcasts_vae: bool = False
     """Whether the VAE is turned to float32 for decoding."""
+    staying: int = 0
+    """Weights that stay on a card where each layer's wait in main memory."""
     unet_flops: int = 0
     """FLOPs of a U-Net call, one row."""
 
@@ -126,6 +129,7 @@ def count_needs(model: Model, size: tuple[int, int], *, prompts: int = 2) -> Nee
         vae={tile: _vae_bytes(model, sides, tile, upcasts) for tile in (None, *tiles)},
         picture=3 * 4 * pixels,
         upcasts_vae=upcasts,
+        staying=sum(staying_bytes(module) for module in model.modules.values()),
         unet_flops=(three_flops - one_flops) // 2,
     )
 
@@ -266,7 +270,7 @@ def _bases(needs: Needs, offload: str, device: str, base_bytes: int) -> dict[str
     elif offload == "offload_model":
         held = parts
     else:
-        held = dict.fromkeys(parts, IN_FLIGHT[offload] * needs.largest_layer)
+        held = dict.fromkeys(parts, IN_FLIGHT[offload] * needs.largest_layer + needs.staying)
     return {name: held[name] + more.get(name, 0) for name in parts}
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from darkroom.models.model import Model
 
 
+COMPUTED_ON = "_computed_on"
+"""Where a module whose weights wait elsewhere keeps the device that its calls are on."""
 ENCODE_BATCH = 32
 MAX_PARTS = 16
 # A1111 moves what stands behind a comma to the next part where the comma is at most so many tokens back.
@@ -234,7 +236,9 @@ def with_mean_of(text_LD: torch.Tensor, scaled_LD: torch.Tensor) -> torch.Tensor
 
 
 def _device(module: torch.nn.Module) -> torch.device:
-    """Where a module computes: with offloading its hooks say so, its weights lie elsewhere."""
+    """Where a module computes: with offloading it says so, its weights lie elsewhere."""
+    if (device := getattr(module, COMPUTED_ON, None)) is not None:
+        return torch.device(device)
     for part in module.modules():
         place = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
         if place is not None:

@@ -1,23 +1,46 @@
-"""Offloading's hooks with main memory on both sides: the same pictures, weights put away after calls."""
+"""Offloading with main memory on both sides: the same pictures, weights put away after calls.
+
+That no copy and no layer overtakes what it depends on is shown with streams that stand in for a card's.
+"""
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from darkroom import sample
+from darkroom.hardware import accelerator
 from darkroom.sample.backends.eager import torch_backend
+from darkroom.sample.optimisations import offload
 from darkroom.sample.optimisations.applied import Applied
 from darkroom.sample.optimisations.table import OPTIMISATIONS
 
 SETTINGS = {"steps": 3, "guidance": 5.0, "seed": 2}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def all_move(monkeypatch):
+    """The tiny model's layers are smaller than what is worth a copy."""
+    monkeypatch.setattr(offload, "SMALL_BYTES", 2**10)
+
+
+def offloaded(model: Any, *names: str) -> Applied:
+    applied = Applied(model, CPU)
+    for name in names:
+        OPTIMISATIONS[name].apply(applied, "")
+    return applied
 
 
 @pytest.mark.parametrize("name", ["offload_model", "offload_sequential", "offload_group"])
 def test_offloaded_models_make_the_same_pictures(tiny, name):
     plain = sample.generate(tiny, "a red circle", optimise="none", **SETTINGS)[0]
-    applied = Applied(tiny, torch.device("cpu"))
-    OPTIMISATIONS[name].apply(applied, "")
+    applied = offloaded(tiny, name)
     made = sample.generate(tiny, "a red circle", backend=torch_backend(applied), **SETTINGS)[0]
     torch.testing.assert_close(made.latents, plain.latents, atol=1e-5, rtol=1e-5)
     other = sample.generate(tiny, "a red circle", backend=torch_backend(applied), **{**SETTINGS, "seed": 5})[
@@ -27,8 +50,121 @@ def test_offloaded_models_make_the_same_pictures(tiny, name):
     assert not any(hasattr(module, "_hf_hook") for module in tiny.unet.modules())
 
 
-def test_sequential_weights_are_nowhere_between_calls(tiny):
-    applied = Applied(tiny, torch.device("cpu"))
-    OPTIMISATIONS["offload_sequential"].apply(applied, "")
-    assert all(p.device.type == "meta" for p in applied.model.unet.parameters())
-    assert all(p.device.type == "cpu" for p in tiny.unet.parameters())
+class Clocked(TorchDispatchMode):
+    """What each operation depends on, in a card's two streams: a clock for each, passed on by waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computing, self.copying = Stream(self, "computing"), Stream(self, "copying")
+        self.current = self.computing
+        self.copies, self.ahead = 0, 0
+        self.wrong: list[str] = []
+        self._given: dict[int, int] = {}
+        self._written: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        stream = self.current
+        stream.clock[stream.name] += 1
+        if stream is self.copying:
+            self._copy(args[0])
+        else:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and not self._seen(leaf):
+                    self.wrong.append(f"{func} before its weights are there")
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty_like.default:
+            self._given[out.data_ptr()] = self.computing.clock["computing"]
+            self._written.pop(out.data_ptr(), None)
+        return out
+
+    def _copy(self, target: torch.Tensor) -> None:
+        place, time = target.data_ptr(), self.copying.clock["copying"]
+        if self.copying.clock["computing"] < self._given[place]:
+            self.wrong.append("a copy into memory that is still read")
+        self._written[place] = time
+        self.copies += 1
+        weakref.finalize(target, self._dropped, time)
+
+    def _dropped(self, time: int) -> None:
+        if self.computing.clock["copying"] < time:
+            self.wrong.append("memory given back while it is written")
+
+    def _seen(self, tensor: torch.Tensor) -> bool:
+        return self.computing.clock["copying"] >= self._written.get(tensor.data_ptr(), 0)
+
+
+class Stream:
+    """A stream that knows what it has waited for."""
+
+    device = CPU
+
+    def __init__(self, clocked: Clocked, name: str) -> None:
+        self.name, self.clock, self._clocked = name, {"computing": 0, "copying": 0}, clocked
+
+    def record_event(self) -> dict[str, int]:
+        return dict(self.clock)
+
+    def wait_event(self, event: dict[str, int]) -> None:
+        self.clock = {name: max(time, event[name]) for name, time in self.clock.items()}
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.clock)
+
+    def __enter__(self) -> None:
+        self._clocked.current = self
+
+    def __exit__(self, *_: object) -> None:
+        self._clocked.current = self._clocked.computing
+
+
+def drawn(model: Any, monkeypatch: Any, *more: str) -> tuple[Clocked, torch.Tensor]:
+    """A picture's latents with layers sent ahead, watched."""
+    clocked = Clocked()
+    monkeypatch.setattr(accelerator, "new_stream", lambda device: clocked.copying)
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: clocked.current)
+    backend = torch_backend(offloaded(model, *more, "offload_group"))
+    with clocked:
+        [picture] = sample.generate(model, "a red circle", backend=backend, **SETTINGS)
+    return clocked, picture.latents
+
+
+@pytest.mark.parametrize("more", [(), ("lean",)])
+def test_layers_sent_ahead_are_neither_read_early_nor_written_late(tiny, monkeypatch, more):
+    """lean leaves out a text's keys and values from the second step on: the order of layers changes."""
+    plain = sample.generate(tiny, "a red circle", optimise="none", **SETTINGS)[0]
+    clocked, latents = drawn(tiny, monkeypatch, *more)
+    assert clocked.wrong == []
+    assert clocked.copies > 100
+    torch.testing.assert_close(latents, plain.latents, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("wait", ["wait_event", "wait_stream"])
+def test_a_wait_that_is_left_out_is_seen(tiny, monkeypatch, wait):
+    """The control."""
+    monkeypatch.setattr(Stream, wait, lambda self, other: None)
+    clocked, _ = drawn(tiny, monkeypatch)
+    what = {"wait_event": "before its weights are there", "wait_stream": "still read"}[wait]
+    assert any(what in one for one in clocked.wrong)
+
+
+def test_large_weights_lie_in_main_memory_between_calls_alone(tiny):
+    applied = offloaded(tiny, "offload_sequential")
+    moved = [p for p in applied.model.unet.parameters() if p.nbytes >= offload.SMALL_BYTES]
+    assert len(moved) > 20
+    seen = []
+    layer = applied.model.unet.conv_in
+    before = layer.weight
+    layer.register_forward_pre_hook(lambda *_: seen.append(layer.weight is before))
+    sample.generate(tiny, "a red circle", backend=torch_backend(applied), **SETTINGS)
+    assert set(seen) == {False}
+    assert layer.weight is before
+    total = sum(p.nbytes for p in tiny.unet.parameters())
+    assert offload.staying_bytes(tiny.unet) == total - sum(p.nbytes for p in moved)
+
+
+def test_a_layer_that_fails_has_its_weights_put_away(tiny):
+    applied = offloaded(tiny, "offload_sequential")
+    before = applied.model.unet.conv_in.weight
+    with pytest.raises(RuntimeError, match="channels"):
+        applied.model.unet.conv_in(torch.zeros(1, 9, 8, 8))
+    assert applied.model.unet.conv_in.weight is before

@@ -1,4 +1,4 @@
-"""Optimisations that take less memory: VAE slices and tiles, weights that wait in main memory, int8, fp8."""
+"""Optimisations that take less memory: VAE slices and tiles, int8, fp8."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from darkroom.errors import InputError, MissingExtra
-from darkroom.hardware.accelerator import kind_of
 from darkroom.sample.optimisations.applied import Applied
 from darkroom.sample.optimisations.optimisation import ComputeTarget
 from darkroom.sample.optimisations.vae import TILE_PIXELS
@@ -38,46 +36,6 @@ def vae_tiling(applied: Applied, argument: str) -> None:
         tile = int(argument)
     applied.tile_pixels = tile
     applied.notes.append(f"vae_tiling: pictures with a side above {tile} px are decoded in blended tiles")
-
-
-def offload_model(applied: Applied, argument: str) -> None:
-    """Text encoders, U-Net and VAE on the device one after the other."""
-    from accelerate import cpu_offload_with_hook
-
-    hook = None
-    for module in _waiting(applied):
-        _, hook = cpu_offload_with_hook(module, applied.device, hook)
-
-
-def offload_sequential(applied: Applied, argument: str) -> None:
-    """Every layer on the device for its own call only."""
-    from accelerate import cpu_offload
-
-    for module in _waiting(applied):
-        cpu_offload(module, applied.device, offload_buffers=True)
-
-
-def offload_group(applied: Applied, argument: str) -> None:
-    """Layers copied to the device on a stream of their own while the one before is computing."""
-    from diffusers.hooks import apply_group_offloading
-
-    for module in _waiting(applied):
-        apply_group_offloading(
-            module,
-            onload_device=applied.device,
-            offload_device=torch.device("cpu"),
-            offload_type="leaf_level",
-            use_stream=kind_of(applied.device).streams,
-        )
-
-
-def _waiting(applied: Applied) -> list[nn.Module]:
-    """All parts with their weights in main memory, in the order in which they are called."""
-    parts = applied.own_all()
-    for module in parts.values():
-        module.to("cpu")
-    order = sorted(parts, key=lambda name: (name == "vae", name == "unet"))
-    return [parts[name] for name in order]
 
 
 def int8(applied: Applied, argument: str) -> None:

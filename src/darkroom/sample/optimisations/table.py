@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from darkroom.sample.optimisations import attention, compiled, precision, smaller, steps, streamed
+from darkroom.sample.optimisations import attention, compiled, offload, precision, smaller, steps, streamed
 from darkroom.sample.optimisations.optimisation import (
     LOSSLESS,
     LOSSY,
@@ -98,17 +98,17 @@ OPTIMISATIONS: dict[str, Optimisation] = {
             excludes={"int8": ONE_TYPE}, argument="dynamic|weights",
         ),
         Optimisation(
-            "offload_model", LOSSLESS, "text encoders, U-Net, VAE on the card in turn", smaller.offload_model,
+            "offload_model", LOSSLESS, "text encoders, U-Net, VAE on the card in turn", offload.offload_model,
             needs_cuda("offloading is from a CUDA card to main memory"),
         ),
         Optimisation(
             "offload_sequential", LOSSLESS, "each layer on the card for its own call only: slow",
-            smaller.offload_sequential, needs_cuda("offloading is from a CUDA card to main memory"),
+            offload.offload_sequential, needs_cuda("offloading is from a CUDA card to main memory"),
             excludes={"offload_model": ONE_OFFLOAD, "int8": HOOKS, "fp8": HOOKS},
         ),
         Optimisation(
             "offload_group", LOSSLESS, "layers copied to the card while the one before computes",
-            smaller.offload_group, needs_cuda("offloading is from a CUDA card to main memory"),
+            offload.offload_group, needs_cuda("offloading is from a CUDA card to main memory"),
             excludes={
                 "offload_model": ONE_OFFLOAD, "offload_sequential": ONE_OFFLOAD, "int8": HOOKS, "fp8": HOOKS,
             },

@@ -1,0 +1,163 @@
+"""Weights that wait in main memory: a part's on the card while it is called, or a layer's for its own call.
+
+Of the latter only tensors of `SMALL_BYTES` and more move: norms and biases stay on the card. What moves waits
+in pinned memory, so that the host never waits for a copy:
+
+- `offload_sequential` copies on the stream that computes. One layer's weights lie on the card.
+- `offload_group` copies the next layer's on a second stream, in the order in which the layers came last time.
+  Two layers' weights lie there. All their memory is of the computing stream, whose work a copy waits for as
+  far as it was given before the memory was; the layer waits for the copy by an event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from darkroom.hardware import accelerator
+from darkroom.models.adapters.bank import Banked
+from darkroom.sample.optimisations.applied import Applied
+from darkroom.sample.prompts import COMPUTED_ON
+
+SMALL_BYTES = 2**18
+"""Tensors smaller than this stay on the card: a copy of their own would cost more than it saves."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+def offload_model(applied: Applied, argument: str) -> None:
+    """Text encoders, U-Net and VAE on the device one after the other."""
+    from accelerate import cpu_offload_with_hook
+
+    hook = None
+    parts = applied.own_all()
+    for module in parts.values():
+        module.to("cpu")
+    for name in sorted(parts, key=lambda name: (name == "vae", name == "unet")):  # as they are called
+        _, hook = cpu_offload_with_hook(parts[name], applied.device, hook)
+
+
+def offload_sequential(applied: Applied, argument: str) -> None:
+    """Every layer on the device for its own call only."""
+    for part in applied.own_all().values():
+        _offload(part, applied.device, _InTurn(applied.device))
+
+
+def offload_group(applied: Applied, argument: str) -> None:
+    """Layers copied to the device on a stream of their own while the one before is computing."""
+    for part in applied.own_all().values():
+        stream = accelerator.new_stream(applied.device)
+        _offload(part, applied.device, _InTurn(applied.device) if stream is None else _Ahead(stream))
+
+
+def staying_bytes(part: nn.Module) -> int:
+    """Of a part's weights, those that stay on the card."""
+    return sum(p.nbytes for p in part.parameters() if p.nbytes < SMALL_BYTES)
+
+
+class _InTurn:
+    """Each layer's weights by the stream that computes, when it is called."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def arrive(self, layer: nn.Module, names: tuple[str, ...]) -> Tensors:
+        """A layer's weights on the device."""
+        return {name: accelerator.to_device(layer._parameters[name].data, self._device) for name in names}  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _WeightsAhead:
+    """Weights on their way to the card."""
+
+    layer: nn.Module
+    tensors: Tensors
+    ready: torch.Event
+    """On the stream that copies."""
+
+
+class _Ahead:
+    """A layer's weights while the one before computes. One thread at a time calls a part."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+        self._names: dict[nn.Module, tuple[str, ...]] = {}
+        self._next: dict[nn.Module, nn.Module] = {}
+        """The layer that came after each last time."""
+        self._called: set[nn.Module] = set()
+        """In the pass now running: a layer that comes again begins another."""
+        self._last: nn.Module | None = None
+        self._sent: _WeightsAhead | None = None
+
+    def arrive(self, layer: nn.Module, names: tuple[str, ...]) -> Tensors:
+        """A layer's weights on the device, and the next one's on their way."""
+        self._names[layer] = names
+        computing = accelerator.current_stream(self._stream.device)
+        sent, self._sent = self._sent, None
+        if sent is not None:  # waited for also where another layer comes: their memory is this stream's
+            computing.wait_event(sent.ready)
+        if sent is None or sent.layer is not layer:
+            sent = self._send(layer, computing)
+            computing.wait_event(sent.ready)
+        if layer in self._called:
+            self._called.clear()
+        elif self._last is not None:
+            self._next[self._last] = layer
+        self._called.add(layer)
+        self._last = layer
+        if (following := self._next.get(layer)) is not None:
+            self._sent = self._send(following, computing)
+        return sent.tensors
+
+    def _send(self, layer: nn.Module, computing: torch.Stream) -> _WeightsAhead:
+        waiting = {name: layer._parameters[name].data for name in self._names[layer]}  # type: ignore[union-attr]
+        arriving = {name: torch.empty_like(one, device=self._stream.device) for name, one in waiting.items()}
+        self._stream.wait_stream(computing)  # what read this memory before has been given to that one
+        with self._stream:
+            for name, one in waiting.items():
+                arriving[name].copy_(accelerator.pinned(one, self._stream.device), non_blocking=True)
+        return _WeightsAhead(layer, arriving, self._stream.record_event())
+
+
+def _offload(part: nn.Module, device: torch.device, way: _InTurn | _Ahead) -> None:
+    """Have a part's large weights wait in main memory but for their layer's call; all else is moved."""
+    setattr(part, COMPUTED_ON, device)
+    for layer in part.modules():
+        names = tuple(n for n, p in layer._parameters.items() if p is not None and p.nbytes >= SMALL_BYTES)
+        for name, p in layer._parameters.items():
+            if p is not None:
+                at_home = p.data.to("cpu") if name in names else p.data
+                moved = accelerator.pinned(at_home, device) if name in names else p.data.to(device)
+                layer._parameters[name] = _still(moved)
+        for name, buffer in layer._buffers.items():
+            if buffer is not None:
+                layer._buffers[name] = buffer.to(device)
+        if isinstance(layer, Banked):  # what adapters add is read whole at each call
+            layer.bank_deltas = {
+                slot: (delta.to(device), None if bias is None else bias.to(device))
+                for slot, (delta, bias) in layer.bank_deltas.items()
+            }
+        if names:
+            _stream(layer, names, way)
+
+
+def _stream(layer: nn.Module, names: tuple[str, ...], way: _InTurn | _Ahead) -> None:
+    waiting: dict[str, nn.Parameter | None] = {}
+
+    def arrive(*_: Any) -> None:
+        arrived = way.arrive(layer, names)
+        waiting.update({name: layer._parameters[name] for name in names})
+        layer._parameters.update({name: _still(tensor) for name, tensor in arrived.items()})
+
+    def leave(*_: Any) -> None:
+        layer._parameters.update(waiting)
+
+    layer.register_forward_pre_hook(arrive)
+    layer.register_forward_hook(leave, always_call=True)
+
+
+def _still(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
