@@ -47,24 +47,24 @@ def prepared(folder: Path) -> Path:
     return recipe
 
 
-def cpu_since(start_s: float) -> float:
-    """CPU-seconds of all processes that began since then and are there still."""
+def cpu_without(before: set[int]) -> float:
+    """CPU-seconds of all processes that are there now and were not before."""
     spent = 0.0
-    for process in psutil.process_iter(["create_time", "cpu_times"]):
-        if (process.info["create_time"] or 0) >= start_s and process.info["cpu_times"] is not None:
+    for process in psutil.process_iter(["cpu_times"]):
+        if process.pid not in before and process.info["cpu_times"] is not None:
             spent += sum(process.info["cpu_times"][:2])
     return spent
 
 
 def first_row(recipe: Path, out: Path, *more: str) -> tuple[float, float]:
     """Wall and CPU-seconds until there is a row; the run then goes on to its end."""
-    start_s = time.time()
+    before, start_s = set(psutil.pids()), time.time()
     words = [*DARKROOM, "train", str(recipe), "--out", str(out), *more]
     process = subprocess.Popen(words, cwd=recipe.parent, stdout=subprocess.DEVNULL)
     rows = out / "metrics.jsonl"
     while not (rows.exists() and rows.stat().st_size) and process.poll() is None:
         time.sleep(LOOK_S)
-    found = time.time() - start_s, cpu_since(start_s)
+    found = time.time() - start_s, cpu_without(before)
     if process.wait():
         raise SystemExit(f"training ended with {process.returncode}")
     return found
