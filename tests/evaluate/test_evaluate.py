@@ -370,6 +370,31 @@ def test_fid_infinity_of_a_set_with_itself_is_not_to_be_told_from_zero(small_fol
     assert "in both sets" not in apart.note
 
 
+def test_kernel_distances_of_a_set_with_itself_say_why_they_are_below_zero(small_folder, tmp_path):
+    """The estimate without bias is below zero there, and all of its interval may be."""
+    pictures = paint(tmp_path / "one", 24, seed=1, side=16)
+    alike = paint(tmp_path / "two", 24, seed=2, side=16)
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in sorted(alike.iterdir()):
+        Image.fromarray(np.asarray(Image.open(file)) // 4).save(other / file.name)
+
+    def scored(reference):
+        extractors = {"all": small_folder}
+        return evaluate_folder(
+            pictures, ["kid", "cmmd"], extractors=extractors, reference=reference, say=lambda _: None
+        )
+
+    for same, near, apart in zip(scored(pictures), scored(alike), scored(other), strict=True):
+        assert same.value < 0
+        assert "24 pictures are in both sets" in same.note
+        assert "in both sets" not in near.note
+        assert ("indistinguishable from 0" in near.note) == (near.low <= 0)
+        assert apart.low > 0
+        assert "both sets" not in apart.note
+        assert "indistinguishable" not in apart.note
+
+
 def test_the_verb_scores_a_model_and_then_its_pictures(
     tiny, small_folder, painted, tmp_path, capsys, monkeypatch
 ):

@@ -8,7 +8,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +21,9 @@ from darkroom.data.store import SCHEMA, Store
 RESOLUTION = 16
 
 
-def tiny(seed: int = 0) -> models.Model:
-    return models.create("tiny", seed=seed, parts=("vae", "text_encoder", "tokenizer"))
+def tiny(seed: int = 0, overrides: Mapping[str, Any] | None = None) -> models.Model:
+    parts = ("vae", "text_encoder", "tokenizer")
+    return models.create("tiny", seed=seed, parts=parts, overrides=overrides or {})
 
 
 def picture(i: int) -> bytes:

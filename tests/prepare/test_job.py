@@ -15,6 +15,7 @@ from settings import RESOLUTION, fill, picture, tiny
 
 import darkroom
 import warm
+from darkroom import models
 from darkroom.data.images import buckets, decode, nearest_bucket, resize_crop, to_tensor
 from darkroom.data.store import Store
 from darkroom.errors import ColumnError, InputError, StoreError
@@ -142,6 +143,43 @@ def test_a_column_made_otherwise_is_refused(store: Store, model: Model) -> None:
         run(store, model, bucket_step=7, resolution=24)
     with pytest.raises(InputError, match="resolution 18; allowed: multiples of 4"):
         run(store, model, resolution=18)
+
+
+def test_a_column_of_the_same_weights_in_another_network_is_refused(store: Store, model: Model) -> None:
+    """Weights alone do not say which activation stands between them, nor how many groups are normalised."""
+
+    def columns_of(other: Model) -> tuple[str, str]:
+        vae, text = VaeEncoder(other.vae), TextEncoder(other.text_encoders, other.tokenizers)
+        return (
+            latents_column(store, RESOLUTION, vae.identity, vae.settings),
+            text_column(store, text.identity, text.settings),
+        )
+
+    run(store, model, text=True)
+    made = columns_of(model)
+    for part, key, value in (("vae", "act_fn", "relu"), ("text_encoder", "hidden_act", "gelu")):
+        other = tiny(overrides={part: {key: value}})
+        assert models.identity(other.modules[part]) == models.identity(model.modules[part])
+        was = model.modules[part].config.to_dict()[key] if part != "vae" else model.vae.config[key]
+        with pytest.raises(
+            ColumnError, match=f"same weights with {key} {was}, the model's has {key} {value}"
+        ):
+            columns_of(other)
+        with pytest.raises(ColumnError, match=f"same weights with {key} {was}"):
+            run(store, other, text=True)
+    assert columns_of(tiny()) == made, "the control: the same network, made anew"
+
+
+def test_a_column_of_an_earlier_version_is_read(store: Store, model: Model) -> None:
+    run(store, model)
+    vae = VaeEncoder(model.vae)
+    name = latents_column(store, RESOLUTION, vae.identity, vae.settings)
+    noted = {key: value for key, value in store.columns()[name].items() if "settings" not in key}
+    store.dataset.replace_field_metadata(name, noted)
+    store.refresh()
+    assert "darkroom.encoder_settings" not in store.columns()[name]
+    assert latents_column(store, RESOLUTION, vae.identity, vae.settings) == name
+    assert run(store, model).encoded[name] == 0
 
 
 def test_buckets_keep_aspect_ratios(store: Store, model: Model) -> None:

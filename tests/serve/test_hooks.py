@@ -16,7 +16,7 @@ from darkroom.errors import InputError
 from darkroom.sample import provenance
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import PictureRequest
-from darkroom.serve.settings import ServeSettings
+from darkroom.serve.settings import ServeSettings, VertexRoutes
 from needs import missing
 
 QUICK = PictureRequest(prompt="a red circle", steps=20, seed=5, previews=5)
@@ -116,6 +116,31 @@ def test_after_a_refusal_nothing_more_is_drawn_and_the_client_is_not_to_ask_agai
     assert (job["state"], job["error"]["code"]) == ("failed", "withheld")
     assert len(sys.modules[module].SEEN) < 4, "the control without a refusal sees all"
     assert (drawn, load, waiting) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "order 66"}])
+def test_after_a_refusal_nothing_more_is_drawn_of_a_request_of_several_jobs(module, run_http, headers):
+    """Also where the request may be sent again: what was withheld would be withheld again."""
+
+    async def scenario(core: Core, http: Any) -> Any:
+        parameters = {"seed": 7, "num_inference_steps": 30, "guidance_scale": 5.0}
+        body = {"instances": [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}], "parameters": parameters}
+        told = await http.post("/predict", json=body, headers=headers)
+        while core.engine.load or core.engine.waiting():
+            await asyncio.sleep(0.01)
+        jobs = await core.jobs(key="platform")
+        again = (await http.post("/predict", json=body, headers=headers)) if headers else told
+        return told, again, sorted(job.state for job in jobs), core.metrics.pictures._value.get()
+
+    routes = VertexRoutes(health="/health", predict="/predict", port=8080)
+    settings = {"hooks": (f"{module}:checker",), "capacity": 2, "vertex": routes}
+    told, again, states, drawn = run_http(scenario, **settings)
+    for answer in (told, again):
+        assert (answer.status_code, answer.json()["code"]) == (400, "withheld")
+    assert states == ["cancelled", "cancelled", "failed"]
+    assert drawn == 0, "the control without a refusal draws the second and third"
+    assert sys.modules[module].SEEN[0] == 7
+    assert len(sys.modules[module].SEEN) < 3
 
 
 def test_previews_come_without_hooks(run_core):

@@ -132,18 +132,27 @@ def kid(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """Kernel distance, unbiased (Binkowski et al. 2018)."""
     x_ND, y_MD = _both(scorer, extractor)
     blocks = max(len(x_ND), len(y_MD)) > resample.LARGEST_KERNEL
-    note = f"mean and spread of {statistics.BLOCKS} blocks of {statistics.BLOCK_SIZE}" if blocks else ""
+    notes = [f"mean and spread of {statistics.BLOCKS} blocks of {statistics.BLOCK_SIZE}"] if blocks else []
     interval = resample.kid(x_ND, y_MD, seed=scorer.seed)
-    return MetricResult(interval, scorer.sets.pictures, scorer.sets.reference, note)
+    notes += _kernel_notes(interval, x_ND, y_MD)
+    return MetricResult(interval, scorer.sets.pictures, scorer.sets.reference, "; ".join(notes))
 
 
 def cmmd(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """Maximum mean discrepancy of CLIP features (Jayasumana et al. 2024)."""
     x_ND, y_MD = _both(scorer, extractor)
     cut = max(len(x_ND), len(y_MD)) > resample.LARGEST_KERNEL
-    note = f"of {resample.LARGEST_KERNEL} random pictures a set" if cut else ""
+    notes = [f"of {resample.LARGEST_KERNEL} random pictures a set"] if cut else []
     interval = resample.cmmd(x_ND, y_MD, seed=scorer.seed)
-    return MetricResult(interval, scorer.sets.pictures, scorer.sets.reference, note)
+    notes += _kernel_notes(interval, x_ND, y_MD)
+    return MetricResult(interval, scorer.sets.pictures, scorer.sets.reference, "; ".join(notes))
+
+
+def _kernel_notes(interval: Interval, x_ND: Array, y_MD: Array) -> list[str]:
+    """What an unbiased distance does not say by itself: it may lie below zero, where no distance is."""
+    if shared := _in_both(x_ND, y_MD):
+        return [f"{shared} pictures are in both sets, and counted as different ones: the value is too low"]
+    return ["indistinguishable from 0"] if interval.low <= 0 else []
 
 
 def _both(scorer: Scorer, extractor: Extractor) -> tuple[Array, Array]:

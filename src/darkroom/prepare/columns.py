@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,8 @@ TEXT_TYPE = pa.struct(
 )
 COUNTED_FRAGMENTS = 4096
 _MADE_ALIKE = ("kind", "encoder", "resolution", "crop", "precision")
+SETTINGS = "encoder_settings"
+"""What an encoder's numbers depend on besides its weights. Columns of earlier versions do not note it."""
 
 
 def _latents_name(resolution: int, identity: str) -> str:
@@ -46,9 +50,9 @@ def _text_name(identity: str) -> str:
 
 
 def latents_field(
-    resolution: int, identity: str, *, scaling: LatentScaling, crop: str, precision: str
+    resolution: int, identity: str, *, scaling: LatentScaling, crop: str, precision: str, settings: str = ""
 ) -> pa.Field:
-    """The latents column with its metadata."""
+    """The latents column with its metadata; `settings` as `VaeEncoder` has them."""
     noted = {
         "kind": "latents",
         "encoder": identity,
@@ -57,18 +61,22 @@ def latents_field(
         "crop": crop,
         "precision": precision,
         "made_by": __version__,
+        **({SETTINGS: settings} if settings else {}),
     }
     return pa.field(_latents_name(resolution, identity), LATENTS_TYPE, metadata=_prefixed(noted))
 
 
-def text_field(identity: str, *, empty: str, precision: str) -> pa.Field:
-    """The text column with its metadata, the empty caption's states among it."""
+def text_field(identity: str, *, empty: str, precision: str, settings: str = "") -> pa.Field:
+    """The text column with its metadata, the empty caption's states among it; `settings` as `TextEncoder` has
+    them.
+    """
     noted = {
         "kind": "text",
         "encoder": identity,
         "precision": precision,
         "empty": empty,
         "made_by": __version__,
+        **({SETTINGS: settings} if settings else {}),
     }
     return pa.field(_text_name(identity), TEXT_TYPE, metadata=_prefixed(noted))
 
@@ -88,6 +96,30 @@ def check_made_alike(store: Store, field: pa.Field) -> None:
                 f"{store.path}: column {field.name} was made with {what} {made}, not {wanted}",
                 mend=f"prepare with {what} {made}, or drop the column",
             )
+    _check_settings(store, field.name, there, new.get(f"darkroom.{SETTINGS}", ""))
+
+
+def settings_that_differ(noted: Mapping[str, str], settings: str) -> list[str]:
+    """Which settings an encoder of the same weights had otherwise when it made a column."""
+    before = noted.get(f"darkroom.{SETTINGS}")
+    if not before or not settings or before == settings:
+        return []
+    pairs = zip(json.loads(before), json.loads(settings), strict=False)
+    return [
+        f"{key} {was[key]}, the model's has {key} {now[key]}"
+        for was, now in pairs
+        for key in was
+        if key in now and was[key] != now[key]
+    ]
+
+
+def _check_settings(store: Store, name: str, noted: Mapping[str, str], settings: str) -> None:
+    """ColumnError where a column's encoder had the same weights and computed otherwise."""
+    if other := settings_that_differ(noted, settings):
+        raise ColumnError(
+            f"{store.path}: column {name} was made by an encoder of the same weights with {'; '.join(other)}",
+            mend="prepare in another store, or encode inline (data.encode=inline, data.text=inline)",
+        )
 
 
 @dataclass(frozen=True)
@@ -113,8 +145,10 @@ class Layout:
         return next(str(f.path) for f in fragment.files if self.source in f.fields)
 
 
-def latents_column(store: Store, resolution: int, identity: str) -> str:
-    """The finished latents column of this VAE (`VaeEncoder.identity`) at a resolution; else ColumnError."""
+def latents_column(store: Store, resolution: int, identity: str, settings: str = "") -> str:
+    """The finished latents column of this VAE (`VaeEncoder.identity`, `.settings`) at a resolution; else
+    ColumnError.
+    """
     command = f"darkroom prepare {store.path} --model MODEL --resolution {resolution}"
     made = _of_kind(store, "latents")
     alike = {name: noted for name, noted in made.items() if noted["darkroom.resolution"] == str(resolution)}
@@ -125,13 +159,19 @@ def latents_column(store: Store, resolution: int, identity: str) -> str:
             allowed=f"resolution {', '.join(map(str, there))}",
             mend=f"or run: {command}",
         )
-    return _by_identity(store, alike, "latents", identity, "picture", command)
+    name = _by_identity(store, alike, "latents", identity, "picture", command)
+    _check_settings(store, name, made[name], settings)
+    return name
 
 
-def text_column(store: Store, identity: str) -> str:
-    """The finished text column of this text encoder (`TextEncoder.identity`); else ColumnError."""
-    command = f"darkroom prepare {store.path} --model MODEL --text"
-    return _by_identity(store, _of_kind(store, "text"), "text", identity, "caption", command)
+def text_column(store: Store, identity: str, settings: str = "") -> str:
+    """The finished text column of this text encoder (`TextEncoder.identity`, `.settings`); else
+    ColumnError.
+    """
+    command, made = f"darkroom prepare {store.path} --model MODEL --text", _of_kind(store, "text")
+    name = _by_identity(store, made, "text", identity, "caption", command)
+    _check_settings(store, name, made[name], settings)
+    return name
 
 
 def _of_kind(store: Store, kind: str) -> dict[str, dict[str, str]]:

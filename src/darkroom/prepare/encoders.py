@@ -21,6 +21,19 @@ from darkroom.data.loader import Batch
 from darkroom.errors import InputError, ModelError
 from darkroom.hardware.accelerator import to_device
 
+_COUNTS = ("act_fn", "hidden_act", "norm_num_groups", "num_attention_heads", "layer_norm_eps")
+"""Of an encoder's configuration: what its weights' names and shapes do not tell and its numbers depend on."""
+
+
+def encoder_settings(*modules: nn.Module) -> str:
+    """What of these encoders' configurations decides their numbers besides the weights, as JSON."""
+    found = []
+    for module in modules:
+        config: Any = module.config
+        given = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+        found.append({name: given[name] for name in _COUNTS if name in given})
+    return json.dumps(found, sort_keys=True)
+
 
 def _compute_type(precision: str, device: torch.device) -> torch.dtype:
     """The number format to encode in; InputError for float16 on a CPU, where it is five times slower."""
@@ -40,7 +53,8 @@ def _placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.M
 class VaeEncoder:
     """Pictures to the mean and standard deviation of their latents.
 
-    `identity` is the SHA-256 of the VAE's float32 weights, `scaling` how its latents become the U-Net's.
+    `identity` is the SHA-256 of the VAE's float32 weights, `settings` what else its numbers depend on,
+    `scaling` how its latents become the U-Net's.
     """
 
     def __init__(
@@ -48,7 +62,7 @@ class VaeEncoder:
     ) -> None:
         self.device = torch.device(device)
         self.precision, self._dtype = precision, _compute_type(precision, self.device)
-        self.identity = models.identity(vae)
+        self.identity, self.settings = models.identity(vae), encoder_settings(vae)
         config: Any = vae.config
         self.scaling = models.LatentScaling.of(vae)
         self.channels = int(config.latent_channels)
@@ -114,7 +128,7 @@ class TextEncoder:
     """Captions to text states.
 
     `identity` is the SHA-256 over the encoders' float32 weights and the tokenizers' vocabularies: the same
-    weights read other words through another tokenizer.
+    weights read other words through another tokenizer. `settings` is what else their numbers depend on.
     """
 
     def __init__(
@@ -129,7 +143,7 @@ class TextEncoder:
             raise ModelError(f"{len(encoders)} text encoders and {len(tokenizers)} tokenizers")
         self.device = torch.device(device)
         self.precision, dtype = precision, _compute_type(precision, self.device)
-        self.identity = _text_identity(encoders, tokenizers)
+        self.identity, self.settings = _text_identity(encoders, tokenizers), encoder_settings(*encoders)
         self._tokenizers = list(tokenizers)
         self._encoders = [_placed(encoder, self.device, dtype) for encoder in encoders]
 

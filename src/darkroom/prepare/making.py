@@ -93,14 +93,21 @@ def _latents_job(vae: VaeEncoder, resolution: int, *, bucket_step: int = 0, batc
         raise InputError(f"{name} {odd}", allowed=f"multiples of {vae.factor}, the side of a latent pixel")
     sizes = bucket_sizes(resolution, step=bucket_step) if bucket_step else [(resolution, resolution)]
     crop = f"buckets-{bucket_step}" if bucket_step else "centre"
-    made = latents_field(resolution, vae.identity, scaling=vae.scaling, crop=crop, precision=vae.precision)
+    made = latents_field(
+        resolution,
+        vae.identity,
+        scaling=vae.scaling,
+        crop=crop,
+        precision=vae.precision,
+        settings=vae.settings,
+    )
     ready = partial(_cut_picture, sizes=sizes)
     return Column(made, "picture", ready, MakeLatents(vae), batch_rows, 3 * resolution**2)
 
 
 def _text_job(text: TextEncoder, tokenizers: Sequence[Any], *, batch_rows: int = 16) -> Column:
     """The column of this text encoder's states."""
-    made = text_field(text.identity, empty=text.empty(), precision=text.precision)
+    made = text_field(text.identity, empty=text.empty(), precision=text.precision, settings=text.settings)
     ready = partial(token_ids, tokenizers=list(tokenizers))
     ids_bytes = sum(8 * int(tokenizer.model_max_length) for tokenizer in tokenizers)
     return Column(made, "caption", ready, MakeStates(text), batch_rows, ids_bytes)

@@ -49,6 +49,10 @@ def caller(request: Request) -> str:
     return name
 
 
+CLIENT_LEFT = 499
+"""nginx's status; nobody is there to read it."""
+
+
 async def all_made(
     core: Core,
     request: Request,
@@ -59,8 +63,8 @@ async def all_made(
 ) -> list[Job]:
     """Submit and wait for all; where one fails or the client leaves, the others are cancelled.
 
-    With an Idempotency-Key they go on: the client will ask again, and finds them. `prefix` begins the jobs'
-    ids.
+    With an Idempotency-Key they go on where the client leaves: it will ask again, and finds them. `prefix`
+    begins the jobs' ids.
     """
     key, jobs = caller(request), []
     repeatable = repeatable_ids(request, len(wanted), prefix)
@@ -71,13 +75,28 @@ async def all_made(
         for i, one in enumerate(wanted):
             job_id = ids[i] if ids else None
             jobs.append(await core.submit(one, key=key, uploads=uploads, job_id=job_id, together=wanted))
-        return await all_finished(core, request, jobs)
     except BaseException:
-        if repeatable:
-            raise
-        cancelled = (core.cancel(job.id, key=key) for job in jobs)  # of no effect on a job that is over
-        await asyncio.gather(*cancelled, return_exceptions=True)
+        if not repeatable:
+            await _cancel_all(core, jobs)
         raise
+    try:
+        return await all_finished(core, request, jobs)
+    except BaseException as error:
+        if not (repeatable and _comes_again(error)):
+            await _cancel_all(core, jobs)
+        raise
+
+
+def _comes_again(error: BaseException) -> bool:
+    """Whether a request that may be sent again is of use then: no job of it has failed."""
+    if not isinstance(error, Refused):
+        return True
+    return error.status == CLIENT_LEFT or error.retry_after_s is not None
+
+
+async def _cancel_all(core: Core, jobs: Sequence[Job]) -> None:
+    """Of no effect on a job that is over."""
+    await asyncio.gather(*(core.cancel(job.id, key=job.key) for job in jobs), return_exceptions=True)
 
 
 def repeatable_ids(request: Request, num: int, prefix: str = "") -> list[str]:
@@ -105,7 +124,7 @@ async def all_finished(core: Core, request: Request, jobs: Sequence[Job]) -> lis
         futures: set[asyncio.Future[Any]] = {whole, gone}
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         if not whole.done():
-            raise Refused(499, "client_left", "the client left")
+            raise Refused(CLIENT_LEFT, "client_left", "the client left")
         return list(whole.result())
     finally:
         for task in (whole, gone):

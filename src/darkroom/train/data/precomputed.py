@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +16,8 @@ from darkroom.data.mixing import parts_of, versions_of
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError, StoreError
 from darkroom.models.model import Model
-from darkroom.prepare.columns import latents_column, text_column
-from darkroom.prepare.encoders import TextEncoder
+from darkroom.prepare.columns import latents_column, settings_that_differ, text_column
+from darkroom.prepare.encoders import TextEncoder, encoder_settings
 from darkroom.prepare.job import prepare
 from darkroom.train.data.feed import inline_step
 from darkroom.train.data.local_dataset import has_own_store, open_store
@@ -65,8 +65,8 @@ def stored_latents(data: DataSettings, model: Model, store: Store) -> str | None
         ):
             return None
     assert model.vae is not None
-    identity = models.identity(model.vae)
-    columns = {latents_column(one, data.resolution, identity) for one in parts_of(store)}
+    made_by = models.identity(model.vae), encoder_settings(model.vae)
+    columns = {latents_column(one, data.resolution, *made_by) for one in parts_of(store)}
     return _shared(store, columns)
 
 
@@ -94,10 +94,17 @@ def stored_text(data: DataSettings, model: Model, store: Store, *, trained: bool
     made = [meta for meta in store.columns().values() if meta.get("darkroom.kind") == "text"]
     if asked == "auto" and not made:
         return None
-    identity = TextEncoder(model.text_encoders, model.tokenizers).identity
-    if asked == "auto" and all(meta.get("darkroom.encoder") != identity for meta in made):
-        return None  # what is there is another model's
-    return _shared(store, {text_column(one, identity) for one in parts_of(store)})
+    encoder = TextEncoder(model.text_encoders, model.tokenizers)
+    if asked == "auto" and all(_of_another(meta, encoder) for meta in made):
+        return None
+    return _shared(store, {text_column(one, encoder.identity, encoder.settings) for one in parts_of(store)})
+
+
+def _of_another(noted: Mapping[str, str], encoder: TextEncoder) -> bool:
+    """Whether a column is another encoder's."""
+    if noted.get("darkroom.encoder") != encoder.identity:
+        return True
+    return bool(settings_that_differ(noted, encoder.settings))
 
 
 def stored_masks(data: DataSettings, store: Store, *, factor: int, floor: float) -> Masks | None:
