@@ -152,18 +152,33 @@ class Pool:
 
     def __init__(self, waits: int) -> None:
         self.waits = waits
+        self.by_key: dict[str, float] | None = None
 
     def waiting(self, key: str | None = None) -> int:
         return self.waits
 
-    def waiting_cost(self, key: str | None = None) -> float:
-        return float(self.waits)
+    def waiting_work(self) -> dict[str, float]:
+        if self.by_key is not None:
+            return dict(self.by_key)
+        return {"a": float(self.waits)} if self.waits else {}
 
     def seconds_for(self, cost: float) -> float:
         return cost
 
     def admissions(self) -> list[Admission]:
         return [Admission("a", 1.0, i + 1.0) for i in range(self.waits)]
+
+
+def test_a_long_job_that_came_alone_shuts_nobody_out():
+    """Another key's picture of 8 s was refused for an hour behind work that it did not have to wait for."""
+    intake = Intake(Limits(queue_s=3600.0, queue=256, queue_per_key=64))
+    pool = Pool(4876)  # of the key a, let in while nothing waited
+    intake.check_work(pool, "b", 1, 8.0)
+    with pytest.raises(Refused, match="work of 4,876 s waits already"):
+        intake.check_work(pool, "a", 1, 8.0)
+    pool.by_key = dict.fromkeys("acde", 4876.0)  # each counts with its share, and together they fill it
+    with pytest.raises(Refused, match="work of 3,600 s waits already"):
+        intake.check_work(pool, "b", 1, 8.0)
 
 
 @pytest.fixture

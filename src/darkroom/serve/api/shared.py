@@ -129,6 +129,9 @@ async def all_finished(core: Core, request: Request, jobs: Sequence[Job]) -> lis
     finally:
         for task in (whole, gone):
             task.cancel()
+        await asyncio.gather(
+            whole, gone, return_exceptions=True
+        )  # else what a job ended with is logged as lost
 
 
 async def _disconnected(request: Request) -> None:

@@ -245,9 +245,9 @@ class FairQueue:
         """Pictures of one key."""
         return self._counts[key]
 
-    def cost(self, key: str | None = None) -> float:
-        """Work waiting, of one key or all together."""
-        return sum(list(self._costs.values())) if key is None else self._costs.get(key, 0.0)
+    def costs(self) -> dict[str, float]:
+        """Work waiting, by key."""
+        return dict(self._costs)
 
     def push(self, entry: Entry) -> None:
         """Add one at the end of its flow."""

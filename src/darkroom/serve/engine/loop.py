@@ -216,9 +216,9 @@ class Engine:
         """How long so much work takes, by what was measured lately; None before the first step."""
         return cost * self._work_s / self._work_done if self._work_done else None
 
-    def waiting_cost(self, key: str | None = None) -> float:
-        """Work in the queue, of one key or of all."""
-        return self._queue.cost(key)
+    def waiting_work(self) -> dict[str, float]:
+        """Work in the queue, by key."""
+        return self._queue.costs()
 
     def admissions(self) -> list[Admission]:
         """Of all that waits, in order: whose it is, its work, and when it is admitted at the speed measured.

@@ -313,11 +313,18 @@ class ModelPool:
         estimates = [engine.seconds_for(cost) for engine in self.engines]
         return max((seconds for seconds in estimates if seconds is not None), default=None)
 
-    def waiting_cost(self, key: str | None = None) -> float:
-        """Work that waits, of one key or of all."""
-        parked = (work for one in self.served for work in one.parked if key in (None, work.key))
-        here = sum(work.shape.whole_cost * len(work.tickets) for work in parked)
-        return here + sum(engine.waiting_cost(key) for engine in self.engines)
+    def waiting_work(self) -> dict[str, float]:
+        """Work that waits, by key: pixels x steps x evaluations."""
+        parts = [
+            (work.key, work.shape.whole_cost * len(work.tickets))
+            for one in self.served
+            for work in one.parked
+        ]
+        parts += [part for engine in self.engines for part in engine.waiting_work().items()]
+        waits: dict[str, float] = {}
+        for key, work in parts:
+            waits[key] = waits.get(key, 0.0) + work
+        return waits
 
     def watch(self, count: int) -> None:
         """So many clients watch: the engines tick for them."""

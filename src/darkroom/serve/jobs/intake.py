@@ -228,18 +228,29 @@ class Intake:
     ) -> None:
         """429 where the work that waits would take too long with this job's `cost` on top; alone it may.
 
-        What waits for any server is drawn by all that are there, each taken to be as fast as this one.
+        A key's job that came alone may be longer than the key's share of the queue. What is above the share
+        counts against that key: turns go round the keys, so nobody else waits for it. What waits for any
+        server is drawn by all that are there, each taken to be as fast as this one.
         """
-        limits = self._limits
-        for whose, most_s in ((None, limits.queue_s), (key, limits.queue_s * limits.queue_share_of(key))):
-            waiting = pool.waiting_cost(whose)
-            if backlog is not None:
-                others = sum(backlog.work.values()) if whose is None else backlog.work.get(whose, 0.0)
-                waiting += others / backlog.servers
-            waiting_s, own_s = pool.seconds_for(waiting), pool.seconds_for(cost)
+        limits, work, own_s = self._limits, pool.waiting_work(), pool.seconds_for(cost)
+        if not own_s:
+            return  # no speed is known yet
+        if backlog is not None:
+            for name, more in backlog.work.items():
+                work[name] = work.get(name, 0.0) + more / backlog.servers
+        per_s, share_s = (
+            cost / own_s,
+            {name: limits.queue_s * limits.queue_share_of(name) for name in {key, *work}},
+        )
+        work = {
+            name: there if name == key else min(there, per_s * share_s[name]) for name, there in work.items()
+        }
+        for whose, most_s in ((None, limits.queue_s), (key, share_s[key])):
+            waiting = sum(work.values()) if whose is None else work.get(whose, 0.0)
+            waiting_s = waiting / per_s
             if not let_in and self._held(pool, whose) and not self._is_due(key, digest):
                 most_s *= 1 - 1 / HELD
-            if not waiting or waiting_s is None or own_s is None or waiting_s + own_s <= most_s:
+            if not waiting or waiting_s + own_s <= most_s:
                 continue
             too_much = waiting * (1 - max(0.0, most_s - own_s) / waiting_s)
             after_s = self._work_gone_s(pool, too_much, whose)
