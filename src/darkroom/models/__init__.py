@@ -7,10 +7,9 @@ everything loaded from here is plain diffusers and transformers modules, from sa
 An adapter is a file of what was learned on top of a model: `read_adapter`, `write_adapter`, `merge`.
 """
 
-from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.adapter import Adapter, Factors, Layer
 from darkroom.models.adapters.bank import Bank
 from darkroom.models.adapters.export import describe_adapter, export_adapter, export_merged, is_adapter
-from darkroom.models.adapters.layers import Factors, Layer
 from darkroom.models.adapters.metadata import about
 from darkroom.models.adapters.read import fit, merge, merge_all, read_adapter, write_adapter
 from darkroom.models.control import ControlNet, describe_control, read_control
@@ -27,8 +26,16 @@ from darkroom.models.folder import (
     load,
     save,
 )
-from darkroom.models.latents import LatentScaling
-from darkroom.models.model import NAMES, PARTS, Model, choose_precision, device, precision, slow_bf16
+from darkroom.models.model import (
+    NAMES,
+    PARTS,
+    LatentScaling,
+    Model,
+    choose_precision,
+    device,
+    precision,
+    slow_bf16,
+)
 from darkroom.models.outline import looked_at, outlined
 from darkroom.models.single_file import save_single_file
 from darkroom.models.tokenizer import find_tokenizer, spelled, train_tokenizer

@@ -31,8 +31,15 @@ from darkroom.models.checked import (
 )
 from darkroom.models.families import FAMILIES, check_fit, create
 from darkroom.models.hub import fetch, is_hub_id
-from darkroom.models.latents import LatentScaling
-from darkroom.models.model import PARTS, TRANSFORMER, Model, noted_guidance, numbered, slow_bf16
+from darkroom.models.model import (
+    PARTS,
+    TRANSFORMER,
+    LatentScaling,
+    Model,
+    noted_guidance,
+    numbered,
+    slow_bf16,
+)
 from darkroom.models.quick_open import opened_exactly
 from darkroom.models.quiet import quiet
 from darkroom.models.single_file import is_single_file, load_single_file, save_single_file

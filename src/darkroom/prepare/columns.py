@@ -13,7 +13,7 @@ import pyarrow as pa
 from darkroom import __version__
 from darkroom.data.store import Store
 from darkroom.errors import ColumnError
-from darkroom.models.latents import LatentScaling
+from darkroom.models.model import LatentScaling
 
 # Latents and states hardly compress: trying only costs time.
 _RAW = {"lance-encoding:compression": "none"}

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from darkroom.hardware.memory import drop_file_pages, file_mappings, give_back
-from darkroom.models.mapped import is_mapped
+from darkroom.models.tensor_file import is_mapped
 
 BLOCKS = re.compile(r"(down_blocks|mid_block|up_blocks|blocks)\.")
 LEAST_WEIGHTS = 1024  # a smaller layer is not worth it

@@ -23,8 +23,8 @@ from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
 from darkroom.models.compiling import compile_blocks, compile_whole
-from darkroom.models.mapped import cast_opened
 from darkroom.models.model import Model
+from darkroom.models.tensor_file import cast_opened
 from darkroom.prepare.encoders import VaeEncoder
 from darkroom.recipe.fine_tuning import FINE_TUNING, SUBJECT_TASKS
 from darkroom.recipe.rules import channels_last
