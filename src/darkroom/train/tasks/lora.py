@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from darkroom.errors import RecipeError
 from darkroom.hardware.system import atomic_replace
 from darkroom.recipe.sections import AdapterSettings
-from darkroom.train.base_precision import BLOCKS, packed_weights
+from darkroom.train.memory import BLOCKS, packed_weights
 
 if TYPE_CHECKING:
     from darkroom.models.adapters.adapter import Adapter
