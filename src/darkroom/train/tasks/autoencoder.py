@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from darkroom.data.loader import ReadSettings
 from darkroom.hardware.accelerator import to_device
+from darkroom.libraries import quiet
 from darkroom.models.folder import replaced_folder
 from darkroom.models.model import Model
-from darkroom.models.quiet import quiet
 from darkroom.recipe.sections import AutoencoderLossSettings
 from darkroom.sample.optimisations.tiny_vae import TinyPair, is_tiny_vae
 from darkroom.train.objective import square_error
