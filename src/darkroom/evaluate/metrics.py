@@ -39,7 +39,7 @@ def percentile(value: float, drawn: Array, level: float = LEVEL) -> Interval:
     return Interval(value, float(low), float(high))
 
 
-def mean_interval(
+def _mean_interval(
     values_N: Array, groups: Sequence[object] | None = None, *, seed: int = 0, resamples: int = RESAMPLES
 ) -> Interval:
     """The mean of values; whole groups (all pictures of a prompt) are drawn, as they are alike.
@@ -68,7 +68,7 @@ def _by_group(values_N: Array, groups: Sequence[object] | None) -> tuple[Array, 
     return sums_G, np.bincount(index).astype(np.float64)
 
 
-def frechet_interval(x_ND: Array, y_MD: Array, *, seed: int = 0, resamples: int | None = None) -> Interval:
+def _frechet_interval(x_ND: Array, y_MD: Array, *, seed: int = 0, resamples: int | None = None) -> Interval:
     """The Frechet distance; pictures of both sets are drawn anew.
 
     Drawing with replacement raises the distance itself, as fewer pictures do. So the resamples tell the
@@ -80,14 +80,14 @@ def frechet_interval(x_ND: Array, y_MD: Array, *, seed: int = 0, resamples: int 
     drawn = _drawn(
         lambda i, j: statistics.frechet_of(x_ND[i], y_MD[j]),
         (len(x_ND), len(y_MD)),
-        resamples or frechet_resamples(x_ND, y_MD),
+        resamples or _frechet_resamples(x_ND, y_MD),
         seed,
     )
     found = percentile(value, drawn - drawn.mean() + value)
     return Interval(value, max(found.low, 0.0), found.high)
 
 
-def frechet_infinity_interval(
+def _frechet_infinity_interval(
     x_ND: Array, y_MD: Array, *, seed: int = 0, resamples: int | None = None
 ) -> tuple[Interval, statistics.Extrapolated]:
     """The extrapolated Frechet distance, and the line that it is read from.
@@ -104,13 +104,13 @@ def frechet_infinity_interval(
         return 2 * whole - statistics.frechet_of(x_ND[i[::2]], y_MD[j[::2]])
 
     counts = len(x_ND), len(y_MD)
-    drawn = _drawn(two_points, counts, resamples or frechet_resamples(x_ND, y_MD) // 2, seed)
+    drawn = _drawn(two_points, counts, resamples or _frechet_resamples(x_ND, y_MD) // 2, seed)
     error = float(np.sqrt(line.standard_error**2 + drawn.var(ddof=1)))
     low, high = line.value - NORMAL * error, line.value + NORMAL * error
     return Interval(max(line.value, 0.0), max(low, 0.0), max(high, -line.value)), line
 
 
-def frechet_resamples(x_ND: Array, y_MD: Array) -> int:
+def _frechet_resamples(x_ND: Array, y_MD: Array) -> int:
     """How often a Frechet distance is taken anew: less often where one takes seconds."""
     slow = min(len(x_ND), len(y_MD), x_ND.shape[1]) > SLOW_SIDE
     return SLOW_RESAMPLES if slow else FRECHET_RESAMPLES
@@ -123,7 +123,7 @@ def _drawn(
     return np.array([score(*(draws.integers(0, count, count) for count in counts)) for _ in range(resamples)])
 
 
-def kernel_interval(
+def _kernel_interval(
     kernels: KernelMatrices, *, scale: float = 1.0, seed: int = 0, resamples: int = RESAMPLES
 ) -> Interval:
     """A squared MMD; pictures of both sets are drawn anew, copies of one never paired with each other.
@@ -142,15 +142,15 @@ def kernel_interval(
     return percentile(scale * kernels.mmd(), scale * found)
 
 
-def kid_interval(x_ND: Array, y_MD: Array, *, seed: int = 0) -> Interval:
+def _kid_interval(x_ND: Array, y_MD: Array, *, seed: int = 0) -> Interval:
     """KID of whole sets with bootstrap; of sets too large for that, the mean and spread of random blocks."""
     if max(len(x_ND), len(y_MD)) <= LARGEST_KERNEL:
-        return kernel_interval(statistics.kernels_for_kid(x_ND, y_MD), seed=seed)
+        return _kernel_interval(statistics.kernels_for_kid(x_ND, y_MD), seed=seed)
     blocks = statistics.kid_blocks(x_ND, y_MD, seed=seed)
     return percentile(float(blocks.mean()), blocks)
 
 
-def cmmd_interval(x_ND: Array, y_MD: Array, *, seed: int = 0) -> Interval:
+def _cmmd_interval(x_ND: Array, y_MD: Array, *, seed: int = 0) -> Interval:
     """CMMD with bootstrap; of sets too large for that, of as many random pictures as can be compared."""
     draws = np.random.default_rng(seed)
     x_ND, y_MD = (
@@ -158,7 +158,7 @@ def cmmd_interval(x_ND: Array, y_MD: Array, *, seed: int = 0) -> Interval:
         for side in (x_ND, y_MD)
     )
     kernels = statistics.kernels_for_cmmd(x_ND, y_MD)
-    return kernel_interval(kernels, scale=statistics.CMMD_SCALE, seed=seed)
+    return _kernel_interval(kernels, scale=statistics.CMMD_SCALE, seed=seed)
 
 
 FULL_RANK, FAIR_SIZE = 2048, 10_000
@@ -241,8 +241,8 @@ class Metric:
 def fid(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """Frechet distance of two sets' features (Heusel et al. 2017), with its bias by sample size."""
     x_ND, y_MD = _both(scorer, extractor)
-    interval = frechet_interval(x_ND, y_MD, seed=scorer.seed)
-    settings = {"resamples": frechet_resamples(x_ND, y_MD)}
+    interval = _frechet_interval(x_ND, y_MD, seed=scorer.seed)
+    settings = {"resamples": _frechet_resamples(x_ND, y_MD)}
     return MetricResult(
         interval, scorer.sets.pictures, scorer.sets.reference, _size_note(x_ND, y_MD), settings
     )
@@ -251,7 +251,7 @@ def fid(scorer: Scorer, extractor: Extractor) -> MetricResult:
 def _fid_infinity(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """The Frechet distance extrapolated to endless samples (Chong & Forsyth 2020)."""
     x_ND, y_MD = _both(scorer, extractor)
-    interval, line = frechet_infinity_interval(x_ND, y_MD, seed=scorer.seed)
+    interval, line = _frechet_infinity_interval(x_ND, y_MD, seed=scorer.seed)
     notes = []
     if line.value < 0:
         notes.append(f"the line lands at {line.value:.4g}, which no distance is: 0 is written")
@@ -276,7 +276,7 @@ def kid(scorer: Scorer, extractor: Extractor) -> MetricResult:
     x_ND, y_MD = _both(scorer, extractor)
     blocks = max(len(x_ND), len(y_MD)) > LARGEST_KERNEL
     notes = [f"mean and spread of {statistics.BLOCKS} blocks of {statistics.BLOCK_SIZE}"] if blocks else []
-    interval = kid_interval(x_ND, y_MD, seed=scorer.seed)
+    interval = _kid_interval(x_ND, y_MD, seed=scorer.seed)
     notes += _kernel_notes(interval, x_ND, y_MD)
     return MetricResult(interval, scorer.sets.pictures, scorer.sets.reference, "; ".join(notes))
 
@@ -286,7 +286,7 @@ def cmmd(scorer: Scorer, extractor: Extractor) -> MetricResult:
     x_ND, y_MD = _both(scorer, extractor)
     cut = max(len(x_ND), len(y_MD)) > LARGEST_KERNEL
     notes = [f"of {LARGEST_KERNEL} random pictures a set"] if cut else []
-    interval = cmmd_interval(x_ND, y_MD, seed=scorer.seed)
+    interval = _cmmd_interval(x_ND, y_MD, seed=scorer.seed)
     notes += _kernel_notes(interval, x_ND, y_MD)
     return MetricResult(interval, scorer.sets.pictures, scorer.sets.reference, "; ".join(notes))
 
@@ -322,14 +322,14 @@ def _size_note(x_ND: Array, y_MD: Array) -> str:
 def _text_fidelity(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """Mean cosine of each picture with its prompt."""
     values_N = _with_prompts(scorer, extractor)
-    interval = mean_interval(values_N, scorer.sets.prompts, seed=scorer.seed)
+    interval = _mean_interval(values_N, scorer.sets.prompts, seed=scorer.seed)
     return MetricResult(interval, scorer.sets.pictures)
 
 
 def _clip_score(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """A hundred times that cosine, not below zero."""
     values_N = 100 * np.clip(_with_prompts(scorer, extractor), 0, None)
-    interval = mean_interval(values_N, scorer.sets.prompts, seed=scorer.seed)
+    interval = _mean_interval(values_N, scorer.sets.prompts, seed=scorer.seed)
     return MetricResult(interval, scorer.sets.pictures)
 
 
@@ -356,7 +356,9 @@ def _diversity(scorer: Scorer, extractor: Extractor) -> MetricResult:
         group = FolderPictures(scorer.sets.pictures.name, tuple(files[i] for i in indices))
         distances.append(extractor.distance(list(images(group))))
     note = f"1 - cosine of feature maps, over {len(several)} prompts; LPIPS without its learned weights"
-    return MetricResult(mean_interval(np.array(distances), seed=scorer.seed), scorer.sets.pictures, note=note)
+    return MetricResult(
+        _mean_interval(np.array(distances), seed=scorer.seed), scorer.sets.pictures, note=note
+    )
 
 
 # ---- of a subject
@@ -367,7 +369,7 @@ def subject_fidelity(scorer: Scorer, extractor: Extractor) -> MetricResult:
     subject = scorer.given("subject")
     photographs_MD = scorer.features(extractor, subject)
     values_N = statistics.cosine_to_set(scorer.features(extractor, scorer.sets.pictures), photographs_MD)
-    interval = mean_interval(values_N, scorer.sets.prompts or None, seed=scorer.seed)
+    interval = _mean_interval(values_N, scorer.sets.prompts or None, seed=scorer.seed)
     own = statistics.mean_cosine_within(photographs_MD) if len(photographs_MD) > 1 else None
     settings = {} if own is None else {"photographs_with_each_other": round(own, 6)}
     return MetricResult(interval, scorer.sets.pictures, subject, settings=settings)
@@ -379,7 +381,7 @@ def _prior_collapse(scorer: Scorer, extractor: Extractor) -> MetricResult:
     values_N = statistics.cosine_to_set(
         scorer.features(extractor, pictures), scorer.features(extractor, subject)
     )
-    return MetricResult(mean_interval(values_N, seed=scorer.seed), pictures, subject)
+    return MetricResult(_mean_interval(values_N, seed=scorer.seed), pictures, subject)
 
 
 def drift(scorer: Scorer, extractor: Extractor) -> MetricResult:
@@ -389,7 +391,7 @@ def drift(scorer: Scorer, extractor: Extractor) -> MetricResult:
         scorer.features(extractor, pictures), scorer.features(extractor, base)
     )
     moved_N = np.clip(1 - cosines_N, 0, None)  # equal pictures may differ from 1 by rounding
-    return MetricResult(mean_interval(moved_N, seed=scorer.seed), pictures, base)
+    return MetricResult(_mean_interval(moved_N, seed=scorer.seed), pictures, base)
 
 
 METRICS: dict[str, Metric] = {

@@ -83,12 +83,12 @@ def plans(asked: PlanRequest, target: Target) -> list[Plan]:
         node_devices=settings.get("node_devices") or target.node_devices,
     )
     own = target.gpu == "here"
-    wheres = [here(target)] if own else [place(card, target) for card in able_cards(asked, target)]
+    wheres = [here(target)] if own else [place(card, target) for card in _able_cards(asked, target)]
     found = [_with_limits(_plan_on(asked, where, target), target) for where in wheres]
     return sorted(found, key=_order)
 
 
-def able_cards(asked: PlanRequest, target: Target) -> list[Card]:
+def _able_cards(asked: PlanRequest, target: Target) -> list[Card]:
     """The cards asked for; several of Apple's cannot train together, as torch has no collectives there. Of
     many, those that the software runs on.
     """
@@ -494,7 +494,7 @@ def compared_phases(asked: Sequence[PlanRequest], target: Target, numbers: Seque
     found = []
     for number in going_round(asked, numbers):
         one = replace(target, count=number)
-        names = [card.name for card in able_cards(asked[0], one)] if on_all else [target.gpu]
+        names = [card.name for card in _able_cards(asked[0], one)] if on_all else [target.gpu]
         found += [together(asked, replace(one, gpu=name)) for name in names]
     return sorted(found, key=_phases_order) if on_all else found
 

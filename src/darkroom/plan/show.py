@@ -134,7 +134,7 @@ def _close(plan: Plan, where: Where, peak: Interval) -> Iterator[str]:
         yield f"close: it may fit into the {format_number(usable / 1e9)} GB after all"
 
 
-def intervals_to_dict(found: Mapping[str, Interval]) -> dict[str, Any]:
+def _intervals_to_dict(found: Mapping[str, Interval]) -> dict[str, Any]:
     """As `--json` gives them."""
     return {name: {"low": low, "high": high} for name, (low, high) in found.items()}
 
@@ -147,7 +147,7 @@ PARTS = ("compute", "memory_bound", "launch", "communication", "data")
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Every number of a plan."""
     values = {**asdict(plan), "peak_bytes": plan.peak_bytes, "kept": plan.kept}
-    return {**values, "intervals": intervals_to_dict(plan.intervals)}
+    return {**values, "intervals": _intervals_to_dict(plan.intervals)}
 
 
 def lines(plan: Plan) -> Iterator[str]:
