@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -355,6 +356,29 @@ def test_a_missing_recipe_is_said_before_anything_heavy_is_imported(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.split() == ["2", "False"]
     assert "smal.yaml: no such recipe file; did you mean 'small.yaml'?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("generate", "--model", "nowhere"),
+        ("serve", "--model", "nowhere"),
+        ("prepare", "--model", "nowhere"),
+        ("--fits", "T4", "--model", "nowhere"),
+        ("small.yaml", "model.base=nowhere"),
+    ],
+)
+def test_a_model_that_nobody_knows_is_said_before_anything_heavy_is_imported(tmp_path, asked):
+    (tmp_path / "small.yaml").write_text(RECIPE)
+    code = (
+        f"import sys; from darkroom.cli import main\n"
+        f"try: main(['plan', *{asked!r}, *([] if '--fits' in {asked!r} else ['--gpu', 'T4'])])\n"
+        "except SystemExit as left: print(left.code, 'torch' in sys.modules)"
+    )
+    own = {**os.environ, "DARKROOM_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=own)
+    assert done.stdout.split() == ["2", "False"]
+    assert "no model at 'nowhere'; allowed: a folder, a hub id, or one of sd15" in done.stderr
 
 
 def test_what_an_earlier_run_makes_is_stood_in_for(capsys, tmp_path, monkeypatch):

@@ -219,8 +219,8 @@ def choose(
     cheapest: bool = False,
     reserved: int = 0,
 ) -> tuple[Price, ...]:
-    """The offers of a provider, in regions whose names begin so, at spot prices or at those of a commitment of
-    `reserved` years, only each device's cheapest (for one device or for a machine of them).
+    """The offers of a provider, in regions whose names begin so, at spot prices or at those of so many years
+    `reserved`, only each device's cheapest (for one device or for a machine of them).
 
     InputError where no offer is left, with what there is.
     """

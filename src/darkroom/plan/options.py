@@ -59,8 +59,9 @@ class TargetSettings(BaseModel):
     )
 
     def target(self, card: str = "") -> Target:
-        """What is asked for, all but the number of devices; of a `card`, where that is not --gpu's. InputError
-        for a card, network, machine or price table that is not known.
+        """What is asked for, all but the number of devices; of a `card` where that is not --gpu's.
+
+        InputError for a card, network, machine or price table that is not known.
         """
         from darkroom.hardware.cards import machines, networks
         from darkroom.plan import targets
@@ -109,7 +110,6 @@ class TargetSettings(BaseModel):
             cheapest=self.cheapest,
             reserved=int(self.reserved or 0),
         )
-
 
     def _check_reserved(self, offers: Iterable[Price], name: str) -> None:
         """InputError where no card of that name is among the offers, with those that are."""

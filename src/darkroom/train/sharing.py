@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from darkroom.data.mixing import parts_of
 from darkroom.errors import DarkroomError, InputError
 from darkroom.models.hub import without_token
+from darkroom.models.reference import is_hub_id
 from darkroom.run import Run
 from darkroom.train.data.feed import SET, times_of
 from darkroom.train.data.local_dataset import has_own_store, open_store
@@ -264,5 +265,4 @@ def _stage(run: Run, folder: Path, name: str) -> None:
 
 def _base_named(ref: str, known: Mapping[str, str | None]) -> str:
     """What a card says of the base: a hub id as it is, else its family where that is known, or a name."""
-    is_hub_id = ref.count("/") == 1 and not ref.startswith((".", "/", "~")) and not Path(ref).exists()
-    return ref if is_hub_id else (known.get("family") or _last(ref))
+    return ref if is_hub_id(ref) and not Path(ref).exists() else (known.get("family") or _last(ref))
