@@ -102,7 +102,7 @@ def plan(
     if refresh_prices is not None:
         return _refresh(refresh_prices, as_json)
     if fits is not None:
-        return _fits(fits, of["model"], on_what.target(), as_json)
+        return _fits(fits, of["model"], on_what.target(fits), as_json)
     job, target = _checked_job(job), on_what.target()
     if job in JOBS and overrides:
         raise InputError(f"{job} {overrides[0]}", mend="a job takes flags, only a recipe takes KEY=VALUE")
