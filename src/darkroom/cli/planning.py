@@ -39,6 +39,9 @@ class TargetSettings(BaseModel):
     provider: str = Field("", description="only this provider's prices: aws, lambda, verda, vast ...")
     region: str = Field("", description="only prices of regions that begin so: us, eu-central-1")
     spot: bool = Field(False, description="spot prices: machines that may be taken away")
+    reserved: Literal["1", "3"] | None = Field(
+        None, description="prices of a commitment of 1 or 3 years, paid for used or not"
+    )
     cheapest: bool = Field(False, description="the cheapest offer of each card, not the middle one")
     usd_per_gb_month: float | None = Field(None, ge=0, description="USD for a GB kept a month")
     usd_per_gb_out: float | None = Field(None, ge=0, description="USD for a GB moved out")
@@ -58,15 +61,19 @@ class TargetSettings(BaseModel):
         "darkroom", description="whose program runs it"
     )
 
-    def target(self) -> Target:
-        """What is asked for, all but the number of devices. InputError for a card, network, machine or price
-        table that is not known.
+    def target(self, card: str = "") -> Target:
+        """What is asked for, all but the number of devices; of a `card` where that is not --gpu's.
+
+        InputError for a card, network, machine or price table that is not known.
         """
         from darkroom.hardware.cards import machines, networks
         from darkroom.plan import targets
 
         if self.gpu != "here":
             targets.chosen_cards(self.gpu)
+        offers = self._offers()
+        if self.reserved:
+            self._check_reserved(offers or (), card or self.gpu)
         _check_known("--network", self.network, networks(), ", ")
         _check_known("--machine", self.machine, machines(), "; ")
         return targets.Target(
@@ -75,7 +82,7 @@ class TargetSettings(BaseModel):
             network=self.network,
             stands_in=self.machine,
             usd_per_hour=self.usd_per_hour,
-            prices=self._offers(),
+            prices=offers,
             budget_usd=self.budget_usd,
             deadline_hours=self.deadline_hours,
             usd_per_gb_month=self.usd_per_gb_month,
@@ -93,7 +100,10 @@ class TargetSettings(BaseModel):
         file = self.prices
         if file is not None and not file.is_file():
             raise InputError(f"--prices {file}", mend="there is no such file: columns as in prices.csv")
-        if not (self.provider or self.region or self.spot or self.cheapest):
+        if self.reserved and (self.spot or self.usd_per_hour is not None):
+            other = "--spot" if self.spot else "--price"
+            raise InputError(f"--reserved {self.reserved} with {other}", allowed="one of them")
+        if not (self.provider or self.region or self.spot or self.cheapest or self.reserved):
             return None if file is None else prices(file)
         return choose(
             prices() if file is None else prices(file),
@@ -101,7 +111,23 @@ class TargetSettings(BaseModel):
             region=self.region,
             spot=self.spot,
             cheapest=self.cheapest,
+            reserved=int(self.reserved or 0),
         )
+
+    def _check_reserved(self, offers: Iterable[Price], name: str) -> None:
+        """InputError where no card of that name is among the offers, with those that are."""
+        from darkroom.plan import targets
+
+        known = {row.device for row in offers}
+        option = "--gpu" if name == self.gpu else "--fits"
+        own = name == "here"
+        cards = [targets.here(targets.Target()).card] if own else targets.chosen_cards(name, option)
+        if not known & {card.name for card in cards}:
+            raise InputError(
+                f"--reserved {self.reserved} of {name}",
+                allowed=", ".join(sorted(known)),
+                mend="no such price is known of it: say yours with --price",
+            )
 
 
 def _check_known(flag: str, name: str | None, known: Iterable[str], between: str) -> None:
@@ -238,7 +264,7 @@ def plan(
     if refresh_prices is not None:
         return _refresh(refresh_prices, as_json)
     if fits is not None:
-        return _fits(fits, of["model"], on_what.target(), as_json)
+        return _fits(fits, of["model"], on_what.target(fits), as_json)
     job, target = _checked_job(job), on_what.target()
     if job in JOBS and overrides:
         raise InputError(f"{job} {overrides[0]}", mend="a job takes flags, only a recipe takes KEY=VALUE")

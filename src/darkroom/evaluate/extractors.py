@@ -27,7 +27,8 @@ from darkroom.evaluate.small import KIND, TrainingHashes, open_small, word_ids
 from darkroom.evaluate.statistics import Array
 from darkroom.libraries import quiet
 from darkroom.models.checked import check_tokenizer, read_json
-from darkroom.models.hub import fetch, is_hub_id
+from darkroom.models.hub import fetch
+from darkroom.models.reference import is_hub_id
 
 BATCH = 16
 LAYERS = 4

@@ -39,7 +39,7 @@ def percentile(value: float, drawn: Array, level: float = LEVEL) -> Interval:
     return Interval(value, float(low), float(high))
 
 
-def _mean_interval(
+def mean_interval(
     values_N: Array, groups: Sequence[object] | None = None, *, seed: int = 0, resamples: int = RESAMPLES
 ) -> Interval:
     """The mean of values; whole groups (all pictures of a prompt) are drawn, as they are alike.
@@ -87,7 +87,7 @@ def _frechet_interval(x_ND: Array, y_MD: Array, *, seed: int = 0, resamples: int
     return Interval(value, max(found.low, 0.0), found.high)
 
 
-def _frechet_infinity_interval(
+def frechet_infinity_interval(
     x_ND: Array, y_MD: Array, *, seed: int = 0, resamples: int | None = None
 ) -> tuple[Interval, statistics.Extrapolated]:
     """The extrapolated Frechet distance, and the line that it is read from.
@@ -251,7 +251,7 @@ def fid(scorer: Scorer, extractor: Extractor) -> MetricResult:
 def _fid_infinity(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """The Frechet distance extrapolated to endless samples (Chong & Forsyth 2020)."""
     x_ND, y_MD = _both(scorer, extractor)
-    interval, line = _frechet_infinity_interval(x_ND, y_MD, seed=scorer.seed)
+    interval, line = frechet_infinity_interval(x_ND, y_MD, seed=scorer.seed)
     notes = []
     if line.value < 0:
         notes.append(f"the line lands at {line.value:.4g}, which no distance is: 0 is written")
@@ -322,14 +322,14 @@ def _size_note(x_ND: Array, y_MD: Array) -> str:
 def _text_fidelity(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """Mean cosine of each picture with its prompt."""
     values_N = _with_prompts(scorer, extractor)
-    interval = _mean_interval(values_N, scorer.sets.prompts, seed=scorer.seed)
+    interval = mean_interval(values_N, scorer.sets.prompts, seed=scorer.seed)
     return MetricResult(interval, scorer.sets.pictures)
 
 
 def _clip_score(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """A hundred times that cosine, not below zero."""
     values_N = 100 * np.clip(_with_prompts(scorer, extractor), 0, None)
-    interval = _mean_interval(values_N, scorer.sets.prompts, seed=scorer.seed)
+    interval = mean_interval(values_N, scorer.sets.prompts, seed=scorer.seed)
     return MetricResult(interval, scorer.sets.pictures)
 
 
@@ -356,9 +356,7 @@ def _diversity(scorer: Scorer, extractor: Extractor) -> MetricResult:
         group = FolderPictures(scorer.sets.pictures.name, tuple(files[i] for i in indices))
         distances.append(extractor.distance(list(images(group))))
     note = f"1 - cosine of feature maps, over {len(several)} prompts; LPIPS without its learned weights"
-    return MetricResult(
-        _mean_interval(np.array(distances), seed=scorer.seed), scorer.sets.pictures, note=note
-    )
+    return MetricResult(mean_interval(np.array(distances), seed=scorer.seed), scorer.sets.pictures, note=note)
 
 
 # ---- of a subject
@@ -369,7 +367,7 @@ def subject_fidelity(scorer: Scorer, extractor: Extractor) -> MetricResult:
     subject = scorer.given("subject")
     photographs_MD = scorer.features(extractor, subject)
     values_N = statistics.cosine_to_set(scorer.features(extractor, scorer.sets.pictures), photographs_MD)
-    interval = _mean_interval(values_N, scorer.sets.prompts or None, seed=scorer.seed)
+    interval = mean_interval(values_N, scorer.sets.prompts or None, seed=scorer.seed)
     own = statistics.mean_cosine_within(photographs_MD) if len(photographs_MD) > 1 else None
     settings = {} if own is None else {"photographs_with_each_other": round(own, 6)}
     return MetricResult(interval, scorer.sets.pictures, subject, settings=settings)
@@ -381,7 +379,7 @@ def _prior_collapse(scorer: Scorer, extractor: Extractor) -> MetricResult:
     values_N = statistics.cosine_to_set(
         scorer.features(extractor, pictures), scorer.features(extractor, subject)
     )
-    return MetricResult(_mean_interval(values_N, seed=scorer.seed), pictures, subject)
+    return MetricResult(mean_interval(values_N, seed=scorer.seed), pictures, subject)
 
 
 def drift(scorer: Scorer, extractor: Extractor) -> MetricResult:
@@ -391,7 +389,7 @@ def drift(scorer: Scorer, extractor: Extractor) -> MetricResult:
         scorer.features(extractor, pictures), scorer.features(extractor, base)
     )
     moved_N = np.clip(1 - cosines_N, 0, None)  # equal pictures may differ from 1 by rounding
-    return MetricResult(_mean_interval(moved_N, seed=scorer.seed), pictures, base)
+    return MetricResult(mean_interval(moved_N, seed=scorer.seed), pictures, base)
 
 
 METRICS: dict[str, Metric] = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -71,12 +72,13 @@ def bench_loader(
 
         enough = max(memory_bytes, 3 * rows * ROW_BYTES)
         with Loader(store, order, read=read, workers=workers, memory_bytes=enough) as kept:
-            cases: dict[str, Callable[[], object]] = {
+            cases: dict[str, Callable[[], int]] = {
                 SCAN: lambda: sum(len(one) for one in store.scan(["caption", COLUMN.name], batch_rows=batch)),
                 WINDOWS: from_the_store,
                 RESIDENT: lambda: sum(len(one) for one in islice(kept, batches)),
             }
-            timings = interleave(cases, repeats=repeats)
+            cpu = {name: _CpuTime(call) for name, call in cases.items()}
+            timings = interleave(cpu, repeats=repeats)
     note = "file cache warm; the scan makes no tensors"
     return [
         measurement(
@@ -85,10 +87,27 @@ def bench_loader(
             images=rows if name == SCAN else batches * batch,
             baseline=None if name == SCAN else timings[SCAN],
             settings=settings,
-            note=note,
+            note=f"{cpu[name].rate(repeats):.0f} samples per CPU-second; {note}",
         )
         for name, timing in timings.items()
     ]
+
+
+class _CpuTime:
+    """A call that counts samples, and the CPU seconds that all threads of the process spend on each."""
+
+    def __init__(self, call: Callable[[], int]) -> None:
+        self._call, self._rates = call, list[float]()
+
+    def __call__(self) -> int:
+        began = time.process_time()
+        samples = self._call()
+        self._rates.append(samples / max(1e-9, time.process_time() - began))
+        return samples
+
+    def rate(self, repeats: int) -> float:
+        """Samples per CPU-second: the median of the last calls."""
+        return float(np.median(self._rates[-repeats:]))
 
 
 def make_store(path: Path, rows: int) -> Store:

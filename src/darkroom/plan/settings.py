@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import InputError, RecipeError
+from darkroom.models.reference import check_reference
 from darkroom.plan.counts import Profile, cached_profile
 from darkroom.recipe.sections import VAE_TASKS, Recipe
 
@@ -74,7 +75,10 @@ def _default(section: BaseModel, key: str) -> Any:
 
 
 def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """What a plan needs of a recipe besides its counts."""
+    """What a plan needs of a recipe besides its counts. InputError for what is not planned, ModelError for a
+    base that is no model's name.
+    """
+    check_reference(str(recipe.model.base))
     from darkroom.train.checks import check_settings
     from darkroom.train.data.local_dataset import CLASS_STEPS
 
@@ -213,7 +217,10 @@ def text_of(path: Path) -> str:
 
 
 def configs_of(ref: str) -> str:
-    """The settings of a model folder, which may change under the same name."""
+    """The settings of a model folder, which may change under the same name. ModelError for what is no model's
+    name, before anything heavy is imported.
+    """
+    check_reference(ref)
     return (
         "".join(file.read_text(encoding="utf-8") for file in sorted(Path(ref).glob("*/*config.json"))) or ref
     )

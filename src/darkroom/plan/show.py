@@ -193,9 +193,11 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     if len(plan.phases_s) > 1:
         yield "", ", ".join(f"{name} {hours(s / 3600)}" for name, s in plan.phases_s.items())
     yield "costs", _money(plan)
+    if plan.cost.reserved_years:
+        years = "a year" if plan.cost.reserved_years == 1 else f"{plan.cost.reserved_years} years"
+        yield "", f"reserved: {usd(plan.cost.committed_usd)} for {years} of its machines, used or not"
     if len(plan.offers) > 1:
         yield "", f"offers: {'; '.join(map(_offer, plan.offers[:OFFERS]))}{_more(plan)}"
-        yield "", "reserved prices are not known: --price takes yours"
     yield (
         "energy",
         f"{plan.cost.kwh:,.3g} kWh, {plan.cost.kg_co2e:,.3g} kg CO2e (rated power, building included)",
@@ -263,6 +265,8 @@ def _money(plan: Plan) -> str:
     spot = "" if cost.usd_spot is None else f", {usd(cost.usd_spot, spread('usd_spot'))} spot"
     old = " (OLD: read it again)" if cost.price_is_old else ""
     kind = "spot: it may be taken away" if cost.at_spot else f"on demand{spot}"
+    if cost.reserved_years:
+        kind = "reserved"
     return f"{usd(cost.usd, spread('usd'))} {kind}; {cost.price}{old}"
 
 

@@ -15,8 +15,8 @@ from PIL import Image
 import darkroom
 from darkroom.errors import InputError
 from darkroom.hardware.accelerator import to_device
-from darkroom.models.hub import is_hub_id
 from darkroom.models.image_prompt import installed
+from darkroom.models.reference import is_hub_id
 from darkroom.models.upscaler import Upscaler, read_upscaler
 from darkroom.options import MAX_SIDE
 from darkroom.picture_settings import DEFAULT_STRENGTH, MAX_SEED, PLAIN_UPSCALERS, GenerateSettings

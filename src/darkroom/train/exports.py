@@ -25,6 +25,7 @@ from darkroom.data.store import Store
 from darkroom.errors import CheckpointError, DarkroomError, InputError, StoreError
 from darkroom.models.hub import without_token
 from darkroom.models.model import Model
+from darkroom.models.reference import is_hub_id
 from darkroom.run import Run
 from darkroom.train.data.feed import SET, select_rows, times_of
 from darkroom.train.data.local_dataset import has_own_store, open_store
@@ -282,8 +283,7 @@ def _stage(run: Run, folder: Path, name: str) -> None:
 
 def _base_named(ref: str, known: Mapping[str, str | None]) -> str:
     """What a card says of the base: a hub id as it is, else its family where that is known, or a name."""
-    is_hub_id = ref.count("/") == 1 and not ref.startswith((".", "/", "~")) and not Path(ref).exists()
-    return ref if is_hub_id else (known.get("family") or _last(ref))
+    return ref if is_hub_id(ref) and not Path(ref).exists() else (known.get("family") or _last(ref))
 
 
 ADAPTER = "adapter.safetensors"
