@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from darkroom.serve.engine.tickets import EngineJob, Ticket
+from darkroom.serve.engine.tickets import TICK_S, EngineJob, Loop, Ticket
 from darkroom.serve.jobs.store import Record
-from darkroom.serve.loop import TICK_S, Loop
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import EventKind, Job, PictureRequest
 

@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING, Any
 from darkroom.errors import DarkroomError, InputError, install_extra
 from darkroom.sample.provenance import EXTRA, Provenance
 from darkroom.serve import logs
-from darkroom.serve.engine.tickets import EngineJob
-from darkroom.serve.errors import Refused, say
+from darkroom.serve.engine.tickets import EngineJob, Loop
 from darkroom.serve.hooks import Hooks
 from darkroom.serve.jobs.active import Live, Lives, news
 from darkroom.serve.jobs.results import RETRY_S, PictureFiles, ResultWriter
 from darkroom.serve.jobs.store import JobStore, Record, StorageError
-from darkroom.serve.loop import Loop
+from darkroom.serve.logs import Traces
 from darkroom.serve.metrics import Metrics
-from darkroom.serve.request import Event, EventKind, Job, too_late
+from darkroom.serve.request import Event, EventKind, Job, Refused, say, too_late
 from darkroom.serve.settings import ServeSettings
 from darkroom.serve.shared_queue import Sharing
-from darkroom.serve.traces import Traces
 
 if TYPE_CHECKING:
     from darkroom.serve.engine.pool import ModelPool

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from darkroom.bill import format_number
 from darkroom.serve.api.guard import ANONYMOUS
-from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.store import OverQuota
-from darkroom.serve.request import Uploads
+from darkroom.serve.request import Refused, Uploads
 from darkroom.serve.settings import Limits
 
 if TYPE_CHECKING:

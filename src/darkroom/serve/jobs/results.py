@@ -23,10 +23,9 @@ import sqlalchemy as sql
 from darkroom.errors import InputError, is_system_failure
 from darkroom.hardware.system import atomic_replace, lock_file, remove_file, remove_tree, sync_folder
 from darkroom.sample.provenance import Origin
-from darkroom.serve.engine.tickets import EngineJob
+from darkroom.serve.engine.tickets import EngineJob, Loop
 from darkroom.serve.hooks import Hooks, Withheld
 from darkroom.serve.jobs.store import JOBS, METADATA, JobStore, StorageError
-from darkroom.serve.loop import Loop
 from darkroom.serve.request import FINAL, Uploads
 from darkroom.serve.settings import Limits
 
