@@ -39,7 +39,7 @@ from darkroom.serve.engine import loop as engine_loop
 from darkroom.serve.engine import tickets as serve_loop
 from darkroom.serve.engine.loader import LoadedModel
 from darkroom.serve.engine.tickets import Shape
-from darkroom.serve.jobs import active, admission, completion, core, intake, results, store
+from darkroom.serve.jobs import active, admission, core, results, store
 from darkroom.serve.request import FINAL, PictureRequest, Refused
 from darkroom.serve.settings import Limits, ServeSettings
 
@@ -796,7 +796,7 @@ async def _check(of: World, clients: list[Client]) -> None:
 
 def _patches() -> contextlib.ExitStack:
     stack, clock = contextlib.ExitStack(), Clock()
-    timed = (core, active, admission, completion, intake, results, store, shared_queue, serve_loop)
+    timed = (core, active, admission, results, active, results, store, shared_queue, serve_loop)
     for module in (*timed, engine_loop, tickets, batch):
         stack.enter_context(mock.patch.object(module, "time", clock))
     waiting = types.SimpleNamespace(Event=Signal)
