@@ -39,7 +39,7 @@ ONCE_USED_THEM = (
     *(
         "data.importers.job",
         "data.importers.zip",
-        "prepare.notes",
+        "prepare.fragments",
         "train.distributed.ranks",
         "measure.timing",
     ),

@@ -336,7 +336,7 @@ def read_rows(ask: OnlineAsk, tokenizers: tuple[Any, ...] | None) -> tuple[Colum
     import numpy as np
     import torch
 
-    from darkroom.prepare.making import token_ids
+    from darkroom.prepare.columns import token_ids
 
     began = time.perf_counter()
     columns = dict(_assembler(ask.source).build(ask.rows).columns)

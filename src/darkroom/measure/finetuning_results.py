@@ -23,7 +23,7 @@ from darkroom.evaluate.job import Score, append_scores, evaluate, open_extractor
 from darkroom.evaluate.prompts import Prompts, read_prompts
 from darkroom.hardware.memory import PeakMemory, give_back, resident_bytes
 from darkroom.hardware.system import load_average, remove_tree
-from darkroom.hush import hush
+from darkroom.libraries import hush
 from darkroom.measure.finetuning import (
     BEST,
     FIDELITY,

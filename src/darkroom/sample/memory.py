@@ -23,8 +23,8 @@ from darkroom.counting import counting
 from darkroom.errors import InputError
 from darkroom.hardware.accelerator import kind_of
 from darkroom.hardware.memory import file_mappings, resident_bytes
+from darkroom.libraries import quiet
 from darkroom.models.adapters.bank import ROWS
-from darkroom.models.quiet import quiet
 from darkroom.models.tensor_file import are_mapped, is_mapped, let_go
 from darkroom.options import parse_bytes
 from darkroom.sample.optimisations.applied import Applied, look_alike

@@ -57,7 +57,7 @@ CARD = "README.md"
 # ---- metadata
 
 
-def training_metadata(
+def _training_metadata(
     train: TrainSettings,
     optim: OptimSettings,
     data: DataSettings,
@@ -116,7 +116,7 @@ def training_metadata(
     return {f"ss_{key}": str(value) for key, value in metadata.items() if value is not None}
 
 
-def dataset_metadata(data: DataSettings, run: Path, global_batch: int) -> dict[str, str]:
+def _dataset_metadata(data: DataSettings, run: Path, global_batch: int) -> dict[str, str]:
     """What kohya's tools read of the pictures: how many of each folder, and how often each tag comes."""
     store = open_store(data, run)
     if not has_own_store(data):
@@ -180,7 +180,7 @@ def _hub_card(
 ) -> str:
     """The hub's README.md: YAML for its search, and how to use what was trained.
 
-    `metadata` is what `training_metadata` says of the run; `files` are the names of what is uploaded.
+    `metadata` is what `_training_metadata` says of the run; `files` are the names of what is uploaded.
     """
     there = list(files)
     head: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image"}
@@ -248,7 +248,7 @@ def push(
             base=base,
             trigger=recipe.trigger,
             adapter=recipe.adapter,
-            metadata=training_metadata(
+            metadata=_training_metadata(
                 recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter
             ),
             files=files,
@@ -329,10 +329,10 @@ class Exporter:
             trigger=recipe.trigger,
             base_model=_base_name(recipe.model.base),
             resolution=f"{side}x{side}",
-            **training_metadata(recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter),
+            **_training_metadata(recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter),
         )
         with suppress(StoreError):  # pictures that are gone have no entry
-            metadata |= dataset_metadata(recipe.data, self.run, recipe.train.global_batch)
+            metadata |= _dataset_metadata(recipe.data, self.run, recipe.train.global_batch)
         start = None
         if recipe.adapter.changes_base:
             start = read_noted_start(self.run)

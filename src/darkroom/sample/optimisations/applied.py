@@ -17,8 +17,8 @@ from PIL import Image
 from torch import nn
 
 from darkroom.hardware.accelerator import capability
+from darkroom.libraries import quiet
 from darkroom.models.adapters.bank import take_rows
-from darkroom.models.quiet import quiet
 from darkroom.models.tensor_file import cast_opened
 from darkroom.sample.denoise import Unet
 from darkroom.sample.optimisations.vae import VaeFront

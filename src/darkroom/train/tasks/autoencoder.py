@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from darkroom.data.loader import ReadSettings
 from darkroom.hardware.accelerator import to_device
+from darkroom.libraries import quiet
 from darkroom.models.folder import replaced_folder
 from darkroom.models.model import Model
-from darkroom.models.quiet import quiet
 from darkroom.recipe.sections import AutoencoderLossSettings
 from darkroom.sample.optimisations.tiny_vae import TinyPair, is_tiny_vae
 from darkroom.train.objective import square_error
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from darkroom.recipe.sections import TinyVaeSettings
 
 
-def unit_pixels(columns: Columns, device: torch.device) -> dict[str, Tensor]:
+def _unit_pixels(columns: Columns, device: torch.device) -> dict[str, Tensor]:
     """Pixels [B, 3, H, W] in [-1, 1], and the noise of the posterior [B, C, h, w]."""
     pixels_B3HW = to_device(columns["pixels"], device).float() / 127.5 - 1.0
     return {"pixels": pixels_B3HW, "posterior": to_device(columns["posterior"], device)}
 
 
-def decibels(out_b3HW: Tensor, pixels_b3HW: Tensor) -> Tensor:
+def _decibels(out_b3HW: Tensor, pixels_b3HW: Tensor) -> Tensor:
     """PSNR of pictures of -1 to 1 [b], in dB."""
     return 10 * torch.log10(4.0 / square_error(out_b3HW, pixels_b3HW).clamp(min=1e-10))
 
@@ -62,7 +62,7 @@ class Autoencoder:
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
         """Pixels [B, 3, H, W] in [-1, 1], and the noise of the posterior [B, C, h, w]."""
-        return unit_pixels(columns, device)
+        return _unit_pixels(columns, device)
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of each row [b]: `loss`, and its parts `reconstruction` and `kl`."""
@@ -84,7 +84,7 @@ class Autoencoder:
         out_b3HW = self.reconstruct(pixels_b3HW)
         return {
             "heldout_loss": distance(out_b3HW, pixels_b3HW, self._settings.reconstruction),
-            "heldout_psnr_db": decibels(out_b3HW, pixels_b3HW),
+            "heldout_psnr_db": _decibels(out_b3HW, pixels_b3HW),
         }
 
     @torch.no_grad()
@@ -182,7 +182,7 @@ class LearnTinyVae:
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
         """Pixels [B, 3, H, W] in [-1, 1], and the noise of the posterior [B, C, h, w]."""
-        return unit_pixels(columns, device)
+        return _unit_pixels(columns, device)
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of each row [b]: `loss`, and its parts `reconstruction` and `latents`."""
@@ -204,9 +204,9 @@ class LearnTinyVae:
         out_b3HW = self._decode(drawn_bChw).clamp(-1, 1)
         return {
             "heldout_loss": distance(out_b3HW, target_b3HW, self._settings.reconstruction),
-            "heldout_psnr_db": decibels(out_b3HW, target_b3HW.clamp(-1, 1)),
+            "heldout_psnr_db": _decibels(out_b3HW, target_b3HW.clamp(-1, 1)),
             "heldout_latents": square_error(self._encode(inputs["pixels"]), mean_bChw),
-            "heldout_picture_psnr_db": decibels(self.reconstruct(inputs["pixels"]), inputs["pixels"]),
+            "heldout_picture_psnr_db": _decibels(self.reconstruct(inputs["pixels"]), inputs["pixels"]),
         }
 
     def measure(self, inputs: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
