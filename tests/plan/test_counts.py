@@ -155,7 +155,7 @@ def test_counts_that_come_with_darkroom_are_taken_of_the_same_question_and_libra
 
 RUN_BESIDES = {
     "errors.py",
-    "late_imports.py",  # which library is imported when
+    "libraries.py",  # which library is imported when
     "hardware/system.py",  # reads files
     "plan/ask.py",  # asks for the count
 }

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import sqlalchemy as sql
 
-from darkroom.errors import DarkroomError, InputError, install_extra, is_system_failure
+from darkroom.errors import DarkroomError, InputError, is_system_failure
 from darkroom.hardware.system import atomic_replace, lock_file, remove_file, remove_tree, sync_folder
-from darkroom.sample.provenance import EXTRA, Origin, Provenance
+from darkroom.sample.provenance import Origin, Provenance, how_to_sign
 from darkroom.serve import logs
 from darkroom.serve.engine.tickets import EngineJob, Loop
 from darkroom.serve.hooks import Hooks, Withheld
@@ -286,10 +286,10 @@ class ResultWriter:
         work.files[index].add_done_callback(lambda file: self._checked(work, file))
 
     def _checked(self, work: EngineJob, file: Future[bytes]) -> None:
-        """A picture that is withheld ends its job: what is left of it need not be drawn."""
-        if not file.cancelled() and isinstance(error := file.exception(), Withheld) and not work.over:
+        """A picture that is withheld, or that a hook fails at, ends its job: the rest need not be drawn."""
+        if not file.cancelled() and (error := file.exception()) is not None and not work.over:
             with suppress(RuntimeError):  # the pool is closed: the job runs again
-                self._pool.submit(self._fail, work, "withheld", str(error))
+                self._pool.submit(self._fail_by, work, error)
 
     def keep(self, work: EngineJob) -> None:
         """Write a work's pictures and end its job."""
@@ -301,11 +301,17 @@ class ResultWriter:
                 self._store_pictures(work)
             except _ClosedError:
                 raise
-            except Withheld as error:
+            except Exception as error:
+                self._fail_by(work, error)
+
+    def _fail_by(self, work: EngineJob, error: BaseException) -> None:
+        """End a job whose pictures nobody gets; why is for the log alone, but what a hook withholds."""
+        with suppress(_ClosedError):
+            if isinstance(error, Withheld):
                 self._fail(work, "withheld", str(error))
-            except Exception:
-                LOG.exception("job %s could not be stored", work.uid)
-                self._fail(work, "failed", "the pictures could not be stored")
+                return
+            LOG.error("job %s could not be stored", work.uid, exc_info=error)
+            self._fail(work, "failed", "the pictures could not be stored")
 
     def _store_pictures(self, work: EngineJob) -> None:
         # Those were asked for before this was, so a thread has them already.
@@ -437,7 +443,7 @@ def _opened_provenance(settings: ServeSettings) -> Provenance | None:
         return None
     made = Provenance.opened(settings.sign, settings.state / "certificate.pem", say=settings.credentials)
     if not made.signs:
-        LOG.info("pictures get a watermark and no credentials: %s brings them", install_extra(EXTRA))
+        LOG.info("pictures get a watermark and no credentials: %s", how_to_sign())
     return made
 
 
