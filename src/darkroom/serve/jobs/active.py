@@ -35,7 +35,7 @@ HELD = 3
 """Of the queue, one part in so many is held for those whose `Retry-After` is over: newcomers would have taken
 each place that frees up before them."""
 MOST_PROMISES, PROMISED = 1024, 8
-"""Promises kept in mind; and of each key, how many of its queues count for what others are told."""
+"""Promises kept in mind; and of each key, how many of its queues count in the `Retry-After` of others."""
 RETURN_WEIGHT = 0.1
 """Of the latest promise in the share of those of its key that were taken up."""
 LEAST_RETURNS = 1e-3
