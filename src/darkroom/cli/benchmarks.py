@@ -344,7 +344,7 @@ def bench_precision(
     """
     from dataclasses import replace
 
-    from darkroom.measure.precision import compare_precisions, parse_steps
+    from darkroom.measure.optimisations import compare_precisions, parse_steps
     from darkroom.report.precision import write_precision_page
 
     counts = parse_steps(steps)

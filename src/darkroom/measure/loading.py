@@ -33,7 +33,7 @@ from darkroom.errors import InputError
 from darkroom.hardware.memory import PeakMemory, resident_bytes
 from darkroom.hardware.system import allowed_cores, remove_tree
 from darkroom.measure.timing import Measurement, interleave, measurement
-from darkroom.models.latents import LatentScaling
+from darkroom.models.model import LatentScaling
 from darkroom.prepare.columns import latents_field
 
 _T = TypeVar("_T")

@@ -1,10 +1,13 @@
-"""Imports that wait: what diffusers and transformers import for features that a run may never use.
+"""How torch, diffusers and transformers are loaded: quietly, and without what a run may never use.
 
 Opening a U-Net, VAE and CLIP makes diffusers import torch's compiler, peft, torchao, every transformer and
-every autoencoder it knows, and transformers import scipy: half of the time until the first step.
-`waiting()` lets those imports wait while it is open: a library is replaced by a stand-in whose names import
-the real thing when they are called or read, and a package's `__init__` runs when a name is asked of it that
-only it has. Nothing is missing afterwards, and no class or function of a library is another one.
+every autoencoder it knows, and transformers import scipy: half of the time until the first step. `waiting()`
+lets those imports wait while it is open: a library is replaced by a stand-in whose names import the real
+thing when they are called or read, and a package's `__init__` runs when a name is asked of it that only it
+has. Nothing is missing afterwards, and no class or function of a library is another one.
+
+`limit_spinning` and `hush` are for programs, before torch is imported. Importing this file imports none of
+them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
+import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -256,3 +261,41 @@ def _forget(name: str) -> None:
     parent, _, child = name.rpartition(".")
     if parent and vars(sys.modules.get(parent, sys)).get(child) is module:
         delattr(sys.modules[parent], child)
+
+
+def limit_spinning() -> None:
+    """Let OpenMP threads sleep after waiting a little, unless the user set it; torch reads it on import.
+
+    Threads that spin without end make a U-Net step up to 30 times slower on a busy small machine.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
+def hush() -> None:
+    """Let diffusers, transformers, torchao and torch's pytree tell errors only; call it before they load."""
+    for library in ("DIFFUSERS", "TRANSFORMERS"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    for library in ("torchao", "torch.utils._pytree"):  # torchao, where it is, tells of kernels it lacks
+        logging.getLogger(library).setLevel(logging.ERROR)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Only errors, and no progress bars, from diffusers and transformers; what was set before comes back."""
+    with waiting():
+        from diffusers.utils import logging as diffusers_logging
+        from transformers.utils import logging as transformers_logging
+
+    libraries = (diffusers_logging, transformers_logging)
+    before = [library.get_verbosity() for library in libraries]
+    bar_before = transformers_logging.is_progress_bar_enabled()
+    for library in libraries:
+        library.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library, verbosity in zip(libraries, before, strict=True):
+            library.set_verbosity(verbosity)
+        if bar_before:
+            transformers_logging.enable_progress_bar()
