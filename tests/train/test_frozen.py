@@ -117,6 +117,20 @@ def test_an_adapter_learns_the_same_in_less_memory(
     assert any(not torch.equal(found[name], started[name]) for name in found)  # something was learned
 
 
+def test_a_run_that_frees_in_its_forward_pass_gives_freed_blocks_back(
+    base: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("darkroom.train.setup.return_freed", asked.append)
+    lora_job(base, photos, tmp_path / "adapter")
+    assert asked == [2**20]
+    for told, more in (("false", []), ("true", [2**20])):
+        checkpointing = f"train.gradient_checkpointing={told}"
+        recipe = recipe_for("finetune", base, photos, "train.steps=2", checkpointing)
+        make_job(recipe, Pinned(tmp_path / told))
+        assert asked == [2**20, *more]
+
+
 def test_what_is_kept_falls_by_the_convolutions_inputs(base: Path, photos: Path, tmp_path: Path) -> None:
     job = lora_job(base, photos, tmp_path / "run")
     with job.feed(0) as batches:
