@@ -18,7 +18,7 @@ from darkroom import models
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "darkroom"
 
 LEVELS = (
-    {"errors", "hush", "late_imports"},
+    {"errors", "libraries"},
     {"hardware", "counting"},
     {"bill", "tables", "options"},
     {"run", "picture_settings"},
@@ -139,7 +139,7 @@ def test_a_recipe_is_read_without_torch():
 
 
 def test_a_plan_of_kept_counts_needs_no_torch():
-    names = imported_with("from darkroom.plan import advise, ask, fits, phases, trace")
+    names = imported_with("from darkroom.plan import advise, ask, fits, trace")
     assert "numpy" in names
     assert not {"torch", "diffusers", "transformers", "lance", "matplotlib", "PIL"} & names
 

@@ -154,7 +154,7 @@ def test_counts_that_come_with_darkroom_are_taken_of_the_same_question_and_libra
 
 RUN_BESIDES = {
     "errors.py",
-    "late_imports.py",  # which library is imported when
+    "libraries.py",  # which library is imported when
     "hardware/system.py",  # reads files
     "plan/ask.py",  # asks for the count
 }
@@ -180,18 +180,18 @@ def test_counts_are_known_by_all_the_code_that_makes_them(tmp_path, monkeypatch)
 
         return real(key, made)
 
-    from darkroom.plan import ask, pictures
+    from darkroom.plan import ask, settings
     from darkroom.recipe import make_recipe
 
     real = counts.cached_profile
-    for module in (ask, pictures):
+    for module in (ask, settings):
         monkeypatch.setattr(module, "cached_profile", watched)
     recipe = make_recipe(
         {"task": "lora", "model": {"base": "tiny"}, "data": {"folder": "here", "resolution": 64}}
     )
     ask.ask_recipe_object(recipe).profile("float32", False)
-    pictures.picture_profile("tiny", 64, 64, True, "float32", "fused")
-    pictures.preparing_profile("tiny", 64, True, "float32")
+    settings.picture_profile("tiny", 64, 64, True, "float32", "fused")
+    settings.preparing_profile("tiny", 64, True, "float32")
     own = {Path(name).relative_to(root).as_posix() for name in ran if Path(name).is_relative_to(root)}
     covered = {name for name in own if any(name == one or name.startswith(f"{one}/") for one in counts.CODE)}
     assert "sample/denoise.py" in covered

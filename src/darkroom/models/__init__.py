@@ -13,10 +13,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from darkroom.models.adapters.adapter import Adapter
+    from darkroom.models.adapters.adapter import Adapter, Factors, Layer
     from darkroom.models.adapters.bank import Bank
     from darkroom.models.adapters.export import describe_adapter, export_adapter, export_merged, is_adapter
-    from darkroom.models.adapters.layers import Factors, Layer
     from darkroom.models.adapters.metadata import about
     from darkroom.models.adapters.read import fit, merge, merge_all, read_adapter, write_adapter
     from darkroom.models.control import ControlNet, describe_control, read_control
@@ -38,8 +37,16 @@ if TYPE_CHECKING:
         load,
         save,
     )
-    from darkroom.models.latents import LatentScaling
-    from darkroom.models.model import NAMES, PARTS, Model, choose_precision, device, precision, slow_bf16
+    from darkroom.models.model import (
+        NAMES,
+        PARTS,
+        LatentScaling,
+        Model,
+        choose_precision,
+        device,
+        precision,
+        slow_bf16,
+    )
     from darkroom.models.outline import looked_at, outlined
     from darkroom.models.reference import PUBLISHED, is_model
     from darkroom.models.single_file import save_single_file
@@ -104,17 +111,13 @@ __all__ = [
 ]
 
 _MODULES: dict[str, tuple[str, ...]] = {
-    "adapters.adapter": ("Adapter",),
+    "adapters.adapter": ("Adapter", "Factors", "Layer"),
     "adapters.bank": ("Bank",),
     "adapters.export": (
         "describe_adapter",
         "export_adapter",
         "export_merged",
         "is_adapter",
-    ),
-    "adapters.layers": (
-        "Factors",
-        "Layer",
     ),
     "adapters.metadata": ("about",),
     "adapters.read": (
@@ -153,8 +156,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "load",
         "save",
     ),
-    "latents": ("LatentScaling",),
     "model": (
+        "LatentScaling",
         "Model",
         "NAMES",
         "PARTS",

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from darkroom.errors import InputError, ModelError, is_system_failure
 from darkroom.hardware.system import atomic_replace, remove_tree
+from darkroom.libraries import quiet
 from darkroom.models.checked import (
     FLOATS,
     check_complete,
@@ -31,10 +32,16 @@ from darkroom.models.checked import (
 )
 from darkroom.models.families import FAMILIES, check_fit, create
 from darkroom.models.hub import fetch
-from darkroom.models.latents import LatentScaling
-from darkroom.models.model import PARTS, TRANSFORMER, Model, noted_guidance, numbered, slow_bf16
+from darkroom.models.model import (
+    PARTS,
+    TRANSFORMER,
+    LatentScaling,
+    Model,
+    noted_guidance,
+    numbered,
+    slow_bf16,
+)
 from darkroom.models.quick_open import opened_exactly
-from darkroom.models.quiet import quiet
 from darkroom.models.reference import check_reference, is_single_file
 from darkroom.models.single_file import load_single_file, save_single_file
 from darkroom.models.tokenizer import read_tokenizer, tokenizer_or_stand_in

@@ -23,16 +23,14 @@ from darkroom.hardware import machine
 from darkroom.hardware.cards import find_card
 from darkroom.hardware.prices import price
 from darkroom.measure.timing import Measurement, read_csv
-from darkroom.plan.intervals import half_width, spread
 from darkroom.plan.jobs import Where, step_seconds
 from darkroom.plan.roofline import Efficiency, Software, efficiency
-from darkroom.plan.show import between
+from darkroom.plan.show import between, half_width, spread
 from darkroom.proof import tables as t
 from darkroom.proof.drawings import KEY, five_plots
 from darkroom.proof.peers import OthersStep, others_profile, picture_profile
 from darkroom.proof.published import shares, told_error, validate
-from darkroom.proof.published_pictures import pictures_s, steps_s
-from darkroom.proof.published_training import Pretraining, images_s, micro_that_fits
+from darkroom.proof.published_runs import Pretraining, images_s, micro_that_fits, pictures_s, steps_s
 from darkroom.proof.tables import Predict, PublishedValue, card, constant
 from darkroom.report import html
 from darkroom.report.measurements import measurement_sections

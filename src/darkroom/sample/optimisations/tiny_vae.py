@@ -103,8 +103,8 @@ def _factor(tiny: Any) -> int:
 
 def _of_diffusers(source: str) -> Any:
     """diffusers' AutoencoderTiny in a folder."""
+    from darkroom.libraries import quiet
     from darkroom.models.parts import AutoencoderTiny
-    from darkroom.models.quiet import quiet
 
     try:
         with quiet():
