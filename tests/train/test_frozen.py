@@ -132,6 +132,20 @@ def test_checkpointing_a_text_encoder_too_says_nothing_and_changes_nothing(
     assert all(torch.allclose(found[name], expected[name], atol=1e-7) for name in expected)
 
 
+def test_a_run_that_frees_in_its_forward_pass_gives_freed_blocks_back(
+    base: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("darkroom.train.setup.return_freed", asked.append)
+    lora_job(base, photos, tmp_path / "adapter")
+    assert asked == [2**20]
+    for told, more in (("false", []), ("true", [2**20])):
+        checkpointing = f"train.gradient_checkpointing={told}"
+        recipe = recipe_for("finetune", base, photos, "train.steps=2", checkpointing)
+        make_job(recipe, Pinned(tmp_path / told))
+        assert asked == [2**20, *more]
+
+
 def test_what_is_kept_falls_by_the_convolutions_inputs(base: Path, photos: Path, tmp_path: Path) -> None:
     job = lora_job(base, photos, tmp_path / "run")
     with job.feed(0) as batches:
