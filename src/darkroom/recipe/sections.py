@@ -415,6 +415,13 @@ class Recipe(BaseModel):
         return self.task in ADAPTER_TASKS or (self.task == "distill" and self.adapter is not None)
 
     @property
+    def frees_in_forward(self) -> bool:
+        """Whether the forward pass frees blocks among those that live on until the backward pass: frozen
+        layers and checkpointed blocks let their inputs go as soon as they have run.
+        """
+        return self.train.gradient_checkpointing or self.adapts or self.model.word is not None
+
+    @property
     def trains_text(self) -> bool:
         """Whether anything of the text encoders is trained: weights, an adapter, or a new word."""
         adapted = self.adapter is not None and self.adapter.text_encoder
