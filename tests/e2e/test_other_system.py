@@ -372,8 +372,8 @@ def test_pictures_of_every_kind(folder: Path, tmp_path: Path) -> None:
         "verify", first, "--trust", certificate
     )
     (tmp_path / "prompts.txt").write_bytes(f"{ODD}\na cat\n".encode("utf-16"))
-    sheet = ("--grid", "steps=1,2", "--format", "jpeg")
-    darkroom("generate", folder / "base", "--prompts", tmp_path / "prompts.txt", *sheet, *told)
+    darkroom("generate", folder / "base", "--prompts", tmp_path / "prompts.txt", "--format", "jpeg", *told)
+    darkroom("generate", folder / "base", ODD, "--grid", "guidance=1,3", *told)
     (tmp_path / "cards").mkdir()
     (tmp_path / "cards" / "thing.txt").write_text(ODD, "utf-8")
     cards = ("--wildcards", tmp_path / "cards", "--num", 2, "--format", "webp")
@@ -381,7 +381,9 @@ def test_pictures_of_every_kind(folder: Path, tmp_path: Path) -> None:
     darkroom("generate", folder / "base", "x", "--image", first, "--strength", 0.5, *told)
     darkroom("generate", folder / "base", "x", "--hires", "2:0.5", *told)
     kinds = [path.suffix for path in out.iterdir()]
-    assert (kinds.count(".webp"), kinds.count(".jpg") >= 4, kinds.count(".png") >= 3) == (2, True, True)
+    assert kinds.count(".webp") >= 2
+    assert kinds.count(".jpg") >= 2
+    assert kinds.count(".png") >= 5  # one, two and their sheet, and one each of the last two
 
 
 @pytest.mark.nightly
