@@ -164,7 +164,7 @@ def serve(
         return
     said_settings = _settings(said)
     check_paths(said_settings)
-    from darkroom.serve.process import run
+    from darkroom.serve.api.app import run
 
     run(said_settings)
 

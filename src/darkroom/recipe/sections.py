@@ -336,7 +336,7 @@ class BudgetSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     usd: float | None = Field(default=None, gt=0, description="dollars, where the device's price is known")
-    hours: float | None = Field(default=None, gt=0, description="wall-clock hours, all sessions together")
+    hours: float | None = Field(default=None, gt=0, description="elapsed hours, all sessions together")
     deadline: datetime | None = Field(
         default=None, description="moment at which it stops, such as 2026-12-01T06:00+00:00; no zone is UTC"
     )

@@ -618,5 +618,10 @@ def _captions(store: Store, rows: Rows) -> Iterator[str]:
 
 
 def _checkpoint_activations(module: Any) -> None:
-    enable: Sequence[str] = ("enable_gradient_checkpointing", "gradient_checkpointing_enable")
+    # diffusers' name, transformers' and its deprecated one, of which each release has at least one
+    enable: Sequence[str] = (
+        "enable_gradient_checkpointing",
+        "activation_checkpointing_enable",
+        "gradient_checkpointing_enable",
+    )
     getattr(module, next(name for name in enable if hasattr(module, name)))()
