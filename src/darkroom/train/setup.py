@@ -156,8 +156,7 @@ def make_job(
     chosen = chosen_of((train_rows, held_rows), data, pinned.chosen)
     device = own_device(train.device, ranks)
     set_kernels(train, device)
-    if device.type == "cpu" and recipe.frees_in_forward:
-        return_freed(FREED_BYTES)
+    _return_freed(device, frees_in_forward=recipe.frees_in_forward)
     precision, why = choose_precision(train.precision, device)
     notes = [f"precision {precision}: {why}"]
     site = _Site(device, precision, pinned, ranks, say, meter.part if meter else lambda _: nullcontext())
@@ -217,6 +216,12 @@ def make_job(
         notes=notes,
         ranks=ranks,
     )
+
+
+def _return_freed(device: torch.device, *, frees_in_forward: bool) -> None:
+    """On a CPU, have freed blocks go back to the system in a run that frees large ones in its forward pass."""
+    if device.type == "cpu" and frees_in_forward:
+        return_freed(FREED_BYTES)
 
 
 def _begin_with_eva(settings: AdapterSettings | None, step: Step, task: Task, fed: Fed) -> None:
