@@ -22,7 +22,7 @@ from darkroom.serve.jobs.admission import (
     checked_picture,
     new_record,
 )
-from darkroom.serve.request import ControlChoice, ControlUpload, PictureRequest, Refused, Uploads
+from darkroom.serve.request import MAX_SEED, ControlChoice, ControlUpload, PictureRequest, Refused, Uploads
 from darkroom.serve.settings import Limits
 
 
@@ -206,3 +206,18 @@ def test_controls_and_their_pictures_are_of_one_number() -> None:
         assert (over.status, over.code, over.param) == (422, "missing_field", "controls")
     plain = PictureRequest(prompt="a", steps=1, guidance=1.0)
     assert refused(check_controls, plain, None, Limits(), None, shape) is None
+
+
+@pytest.mark.parametrize("name", ["seed", "variation_seed"])
+def test_the_last_pictures_seed_may_be_the_largest_and_no_more(small: models.Model, name: str) -> None:
+    def asked(seed: int | None, num: int) -> Refused | None:
+        told = {"prompt": "a", "steps": 1, "guidance": 1.0, "num": num, name: seed}
+        return refused(check_shape, small, PictureRequest.model_validate(told), Limits())
+
+    assert asked(MAX_SEED - 3, 4) is None
+    over = asked(MAX_SEED - 2, 4)
+    assert over is not None
+    assert (over.status, over.code, over.param) == (422, "over_limit", name)
+    assert asked(MAX_SEED, 1) is None
+    assert asked(None, 4) is None
+    assert asked(2**61, 4) is None
