@@ -155,7 +155,8 @@ def make_job(
     contents = ranks.broadcast(lambda: contents_of(store, pinned.contents, columns_read(data)))
     chosen = chosen_of((train_rows, held_rows), data, pinned.chosen)
     device = own_device(train.device, ranks)
-    _set_up(device, train, frees_in_forward=recipe.frees_in_forward)
+    set_kernels(train, device)
+    _return_freed(device, frees_in_forward=recipe.frees_in_forward)
     precision, why = choose_precision(train.precision, device)
     notes = [f"precision {precision}: {why}"]
     site = _Site(device, precision, pinned, ranks, say, meter.part if meter else lambda _: nullcontext())
@@ -217,9 +218,8 @@ def make_job(
     )
 
 
-def _set_up(device: torch.device, train: TrainSettings, *, frees_in_forward: bool) -> None:
-    """The kernels of the device; on a CPU also how soon freed memory goes back to the system."""
-    set_kernels(train, device)
+def _return_freed(device: torch.device, *, frees_in_forward: bool) -> None:
+    """On a CPU, have freed blocks go back to the system in a run that frees large ones in its forward pass."""
     if device.type == "cpu" and frees_in_forward:
         return_freed(FREED_BYTES)
 
