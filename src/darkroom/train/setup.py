@@ -155,8 +155,7 @@ def make_job(
     contents = ranks.broadcast(lambda: contents_of(store, pinned.contents, columns_read(data)))
     chosen = chosen_of((train_rows, held_rows), data, pinned.chosen)
     device = own_device(train.device, ranks)
-    set_kernels(train, device)
-    _return_freed(device, frees_in_forward=recipe.frees_in_forward)
+    _set_process(train, device, recipe.frees_in_forward)
     precision, why = choose_precision(train.precision, device)
     notes = [f"precision {precision}: {why}"]
     site = _Site(device, precision, pinned, ranks, say, meter.part if meter else lambda _: nullcontext())
@@ -218,8 +217,9 @@ def make_job(
     )
 
 
-def _return_freed(device: torch.device, *, frees_in_forward: bool) -> None:
-    """On a CPU, have freed blocks go back to the system in a run that frees large ones in its forward pass."""
+def _set_process(train: TrainSettings, device: torch.device, frees_in_forward: bool) -> None:
+    """Choose kernels; on a CPU, freed blocks go back to the system in a run whose forward pass frees them."""
+    set_kernels(train, device)
     if device.type == "cpu" and frees_in_forward:
         return_freed(FREED_BYTES)
 
