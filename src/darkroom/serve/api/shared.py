@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from darkroom.sample.provenance import Provenance, save_with_metadata
 from darkroom.serve import logs
 from darkroom.serve.api.guard import check_values
-from darkroom.serve.errors import Refused
+from darkroom.serve.errors import Refused, said_of
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import (
     MOST_CONTROLS,
@@ -246,7 +246,7 @@ def of_validation(errors: Sequence[Any]) -> Refused:
     param = ".".join(where)[:200] or None
     if first["type"] == "json_invalid":
         return Refused(400, "bad_request", "the body is no JSON that can be read")
-    message = str(first["msg"]).removeprefix("Value error, ").encode("ascii", "replace").decode()[:500]
+    message = said_of(first).encode("ascii", "replace").decode()[:500]
     codes = {"extra_forbidden": "unknown_field", "missing": "missing_field"}
     code = codes.get(first["type"], "invalid_value")
     return Refused(422, code, f"{param}: {message}" if param else message, param=param)
