@@ -2,12 +2,14 @@
 
     pip install cosmic-ray
     nice -n 10 python benchmarks/mutants.py --minutes 25
+    nice -n 10 python benchmarks/mutants.py --minutes 25 --module data/order.py   # its rows alone are new
 
 Mutants are the ones listed in CHOSEN, and of each module in TESTS as many of cosmic-ray's as time allows, in
 an order drawn by seed. Each runs in a fork of a process that has imported torch, and only the tests that
 reach the changed line run, quickest first; a change of what runs at import takes them all. The source on disk
 stays as it is. What these tests do not notice is tried on all tests of the module; a mutant that none of them
-notices has survived. Linux, macOS.
+notices has survived. Those that change nothing anybody can see stand in EQUIVALENT, each with its reason,
+and are not run. Linux, macOS.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -35,9 +38,19 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src/darkroom"
 TESTS = {
     "sample/solvers.py": ["sample/test_solvers.py", "sample/test_flow.py", "sample/test_schedules.py"],
-    "sample/denoise.py": ["sample/test_denoise.py"],
+    "sample/denoise.py": [
+        "sample/test_denoise.py",
+        "sample/test_prompt_schedule.py",
+        "sample/test_from_pictures.py",
+        "sample/test_variations.py",
+    ],
     "data/order.py": ["data/test_order.py"],
-    "train/objective.py": ["train/test_objective.py", "train/test_flow_objective.py"],
+    "train/objective.py": [
+        "train/test_objective.py",
+        "train/test_flow_objective.py",
+        "train/test_losses.py",
+        "train/test_step.py",
+    ],
     "serve/engine/fairness.py": ["serve/engine/test_fairness.py"],
     "serve/jobs/admission.py": ["serve/test_admission.py"],
     "serve/jobs/intake.py": ["serve/test_admission.py", "serve/test_intake.py"],
@@ -107,6 +120,12 @@ CHOSEN: tuple[tuple[str, str, str], ...] = (
     ("models/adapters/bank.py", "kept.versions != versions", "False"),
     ("models/adapters/bank.py", "layer.stride == (1, 1):", "True:"),
 )
+# A line of a module as a mutant leaves it, and why it does the same as the line that was there.
+EQUIVALENT: dict[tuple[str, str], str] = {}
+COLUMNS = (
+    *("module", "mutants_from", "possible", "mutants", "killed", "survived", "equivalent"),
+    *("tests", "wall_s", "survivors", "machine", "versions", "commit", "date"),
+)
 
 
 @dataclass(frozen=True)
@@ -143,13 +162,13 @@ def drawn(module: str, seed: int) -> tuple[int, Iterator[Mutant]]:
 
     whole = (SOURCE / module).read_text()
     lines = whole.splitlines()
-    first_function = whole[: whole.index("\ndef ")].count("\n")
+    first_function = next(i for i, line in enumerate(lines, 1) if line.lstrip().startswith("def "))
     nodes = list(ast_nodes(get_ast(whole)))
     places = []
     for name in (name for name in operator_names() if any(part in name for part in OPERATORS)):
         positions = [at for node in nodes for at in get_operator(name)().mutation_positions(node)]
         for occurrence, ((line, _), _) in enumerate(positions):
-            if line > first_function and " | " not in lines[line - 1]:  # a type, not a value
+            if line >= first_function and " | " not in lines[line - 1]:  # a type, not a value
                 places.append((name, occurrence))
     random.Random(seed).shuffle(places)
     texts = (mutate_code(whole, get_operator(name)(), occurrence) for name, occurrence in places)
@@ -342,7 +361,6 @@ def main() -> None:
 
     torch.set_num_threads(1)
     until = time.monotonic() + 60 * args.minutes
-    rows = []
     modules = args.module or list(TESTS)
     for place, module in enumerate(modules):
         tests = tests_of(module)
@@ -351,16 +369,51 @@ def main() -> None:
         if not args.chosen_only:
             kinds["cosmic-ray"] = drawn(module, args.seed)
         print(f"{module}: {len(tests.seconds)} tests, {sum(tests.seconds.values()):.1f} s", flush=True)
+        rows = []
         for kind, (possible, mutants) in kinds.items():
-            left_s = until - time.monotonic()
+            start_s = time.monotonic()
+            left_s = until - start_s
             share_s = left_s if kind == "chosen" else left_s / (len(modules) - place)
-            done = list(run(mutants, tests, args.workers, time.monotonic() + share_s))
-            survived = sum(survives for _, survives in done)
-            rows.append((module, kind, possible, len(done), len(done) - survived, survived))
-            print(f"  {kind}: {len(done)} of {possible} run, {survived} survived", flush=True)
-    with args.out.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("module", "mutants_from", "possible", "mutants", "killed", "survived"))
+            same: list[Mutant] = []
+            done = list(run(without(mutants, same), tests, args.workers, start_s + share_s))
+            survivors = [mutant.about for mutant, survives in done if survives]
+            print(f"  {kind}: {len(done)} of {possible} run, {len(survivors)} survived", flush=True)
+            counts = (possible, len(done), len(done) - len(survivors), len(survivors), len(same))
+            more = (len(tests.seconds), round(time.monotonic() - start_s), "; ".join(survivors))
+            rows.append(dict(zip(COLUMNS, (module, kind, *counts, *more, *where()), strict=True)))
+        write(args.out, rows)
+
+
+def without(mutants: Iterator[Mutant], same: list[Mutant]) -> Iterator[Mutant]:
+    """Mutants but for those of EQUIVALENT, which are put into `same`."""
+    for mutant in mutants:
+        if (mutant.module, mutant.about.partition(": ")[2]) in EQUIVALENT:
+            same.append(mutant)
+        else:
+            yield mutant
+
+
+def where() -> tuple[str, str, str, str]:
+    """Machine, versions, commit and date."""
+    from darkroom.hardware.machine import git_commit, machine, versions
+
+    packages = ("torch", "diffusers", "numpy", "pytest", "cosmic-ray")
+    commit = (git_commit(ROOT) or {}).get("commit", "")[:7]
+    return machine().name, json.dumps(versions(packages)), commit, f"{datetime.now(UTC):%Y-%m-%d}"
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Into a table of all modules, in the place of what it has of theirs."""
+    new = {row["module"] for row in rows}
+    kept = []
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            kept = [row for row in csv.DictReader(file) if row["module"] not in new]
+    order = list(TESTS)
+    rows = sorted(kept + rows, key=lambda row: (order.index(row["module"]), row["mutants_from"]))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
         writer.writerows(rows)
 
 

@@ -358,8 +358,8 @@ def test_a_value_that_the_model_refuses_is_named_by_its_option(given, line):
 
 
 def test_the_choices_of_plan_are_those_that_it_can_plan(capsys):
+    from darkroom.cli.planning import TargetSettings
     from darkroom.plan import targets
-    from darkroom.plan.options import TargetSettings
 
     choices = {name: get_args(field.annotation) for name, field in TargetSettings.model_fields.items()}
     assert choices["software"] == tuple(targets.SOFTWARE)

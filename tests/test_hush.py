@@ -8,7 +8,7 @@ import pytest
 
 REMARKS = """
 import logging
-from darkroom.hush import hush
+from darkroom.libraries import hush
 if {hushed}:
     hush()
 from diffusers.utils import logging as diffusers_logging

@@ -11,7 +11,7 @@ from pathlib import Path
 from darkroom import models
 
 LATE = {"torch._dynamo", "torch._inductor", "peft", "torchao", "scipy", "boto3", "matplotlib", "pandas"}
-LATE |= {"lance"}
+LATE |= {"lance", "sympy", "torch.distributed.tensor", "transformers.distributed.tensor_parallel"}
 
 
 def fresh(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -60,6 +60,49 @@ print("SUM", scipy.optimize.linear_sum_assignment([[1, 0], [0, 1]])[1].tolist())
     }
     foreign = [line for line in done.stderr.splitlines() if line and not line.startswith("note: ")]
     assert [line for line in foreign if "denoise" not in line] == []
+
+
+def test_transformers_is_whole_after_its_parts_have_waited(tmp_path):
+    """Its other models, its sharding and the table of distributions, in a process that opened a model."""
+    code = """
+import importlib.metadata, sys
+from darkroom.models import parts
+print(sorted({"torch.distributed.tensor", "sympy"} & set(sys.modules)))
+import transformers
+from transformers import core_model_loading, modeling_utils
+from transformers.models.bert import BertConfig, BertModel
+held = transformers.models
+config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+torn = transformers.AutoModel.from_config(config)
+print(type(torn) is BertModel is transformers.models.bert.BertModel, len(dir(transformers.models)) > 100)
+print(held.gpt2.GPT2Config.__name__, held.t5.T5Config.__name__, hasattr(held, "no_such_model"))
+torn.save_pretrained("bert")
+print(type(BertModel.from_pretrained("bert")) is BertModel)
+import torch
+same = modeling_utils._tied_params_are_equal
+print(same(torch.ones(1), torch.ones(1)), same(torch.ones(1), torch.zeros(1)))
+from transformers.distributed import tensor_parallel, sharding_utils
+from torch.distributed.tensor import DTensor, Shard
+print(tensor_parallel.DTensor is DTensor, "colwise" in tensor_parallel.ALL_PARALLEL_STYLES)
+print(isinstance(sharding_utils.DtensorShardOperation, type), Shard(0) == Shard(0), Shard(0) == Shard(1))
+from diffusers.utils import import_utils
+print(import_utils._package_map["PIL"], "no such package" in import_utils._package_map)
+print(import_utils._package_map == importlib.metadata.packages_distributions())
+print(type(importlib.metadata.packages_distributions()))
+"""
+    done = fresh(code, tmp_path)
+    assert done.stdout.splitlines() == [
+        "[]",
+        "True True",
+        "GPT2Config T5Config False",
+        "True",
+        "True False",
+        "True True",
+        "True True False",
+        "['pillow'] False",
+        "True",
+        "<class 'dict'>",
+    ], done.stdout
 
 
 def test_serving_and_training_start_without_what_they_may_not_need(tmp_path):

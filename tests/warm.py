@@ -236,7 +236,7 @@ def _serve(number: int) -> None:
     import gc
     import importlib
 
-    from darkroom.hush import hush
+    from darkroom.libraries import hush
 
     hush()
     gc.disable()  # all that is imported stays

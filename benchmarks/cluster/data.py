@@ -212,7 +212,7 @@ class Way:
 @contextmanager
 def opened(one: Any, folder: Path, encoder: Any = None) -> Iterator[Way]:
     """A way of feeding, ready at its first step."""
-    from darkroom.cluster.encoding import OnlineEncoder
+    from darkroom.cluster.encoders import OnlineEncoder
     from darkroom.cluster.feed import online
     from darkroom.train.jobs import Pinned
     from darkroom.train.setup import make_job

@@ -26,7 +26,7 @@ from typing import Any
 
 import darkroom  # noqa: F401 - sets the OpenMP spin count before torch is imported
 from darkroom.hardware.memory import PeakMemory
-from darkroom.measure.finetuning_costs import alone
+from darkroom.measure.finetuning_results import alone
 from darkroom.measure.timing import Timing, append_csv, measurement, synchronise
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]

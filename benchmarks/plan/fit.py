@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares, minimize
 
-from darkroom.plan import intervals, roofline
+from darkroom.plan import roofline, show
 from darkroom.plan.roofline import Efficiency
 from darkroom.proof import published
 from darkroom.proof.tables import PublishedTable, PublishedValue
@@ -126,9 +126,7 @@ def write_spread(errors: Mapping[str, Sequence[tuple[float, dict[str, float]]]])
     for name, rows in errors.items():
         others = spread_of({other: value for other, value in errors.items() if other != name})
         left_out[name] = {kind: float(f"{width:.3g}") for kind, width in others.items()}
-        told[name] = sum(abs(error) <= intervals.half_width(others, shares) for error, shares in rows) / len(
-            rows
-        )
+        told[name] = sum(abs(error) <= show.half_width(others, shares) for error, shares in rows) / len(rows)
         print(f"{name:52} {told[name]:.0%} of {len(rows)} rows inside 80 %")
     print(f"all tables alike: {sum(told.values()) / len(told):.0%}")
     published.LEFT_OUT_SPREAD.write_text(json.dumps(left_out, indent=None, separators=(",", ":")) + "\n")
@@ -153,7 +151,7 @@ def spread_of(errors: Mapping[str, Sequence[tuple[float, dict[str, float]]]]) ->
         widths = dict(zip(names, np.exp(x).tolist(), strict=True))
         total = 0.0
         for rows in errors.values():
-            half = [intervals.half_width(widths, shares) for _, shares in rows]
+            half = [show.half_width(widths, shares) for _, shares in rows]
             total += sum(
                 2 * h + 10 * max(0.0, abs(error) - h) for (error, _), h in zip(rows, half, strict=True)
             ) / len(rows)

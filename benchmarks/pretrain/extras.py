@@ -27,10 +27,9 @@ import torch
 from darkroom.counting import count
 from darkroom.recipe import make_recipe
 from darkroom.run import Run
-from darkroom.train.jobs import Pinned
+from darkroom.train.jobs import Pinned, flops_per_image
 from darkroom.train.run import train
 from darkroom.train.setup import make_job
-from darkroom.train.speed import flops_per_image
 
 TRANSFORMER = {"num_layers": 6, "num_attention_heads": 4, "attention_head_dim": 16}
 TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}

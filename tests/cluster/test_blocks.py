@@ -24,7 +24,7 @@ from darkroom.cluster.prepare import Ask, _Fragments, _Sized, cut_block, parts_f
 from darkroom.cluster.usage import Use
 from darkroom.data.commit_retry import vanished
 from darkroom.errors import DarkroomError, InputError, StoreError
-from darkroom.prepare.notes import Notes
+from darkroom.prepare.fragments import Notes
 from darkroom.train.distributed.ranks import Ranks
 
 

@@ -14,8 +14,7 @@ import pytest
 import warm
 from darkroom import cli
 from darkroom.cluster import doctor as room
-from darkroom.cluster.doctor import Node, doctor
-from darkroom.cluster.probe import About
+from darkroom.cluster.doctor import About, Node, doctor
 from darkroom.errors import InputError
 from darkroom.hardware.doctor import Check
 
@@ -113,8 +112,8 @@ def test_the_command_line_tells_it_in_json_and_in_one_line_what_is_missing(clust
 def test_actors_beside_the_work_do_not_import_torch() -> None:
     code = """
 import sys
-from darkroom.cluster import elastic, encoding, keeper, probe, shared_store, worker
-print(len(probe.Probe().about(".", 0).versions), "torch" in sys.modules, "lance" in sys.modules)
+from darkroom.cluster import doctor, elastic, encoders, keeper, shared_store, worker
+print(len(doctor.Probe().about(".", 0).versions), "torch" in sys.modules, "lance" in sys.modules)
 import darkroom.cluster.feed
 print("torch" in sys.modules)
 """
@@ -155,7 +154,7 @@ def test_a_folder_that_is_not_everywhere_and_a_node_that_is_silent() -> None:
 def test_clocks_that_differ_and_streams_that_do_not_arrive(cluster) -> None:
     import ray
 
-    from darkroom.cluster.probe import Probe
+    from darkroom.cluster.doctor import Probe
 
     class Ahead(Probe):
         def now(self) -> float:

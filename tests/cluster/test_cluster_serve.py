@@ -30,8 +30,7 @@ from darkroom import models, sample
 from darkroom.cli.application import app as cli
 from darkroom.cluster.serve import ByQueue, OnRay, Replicas, application, run, shared, told_to_stop
 from darkroom.errors import InputError
-from darkroom.models.adapters.adapter import Adapter
-from darkroom.models.adapters.layers import Layer
+from darkroom.models.adapters.adapter import Adapter, Layer
 from darkroom.models.adapters.read import adaptable, write_adapter
 from darkroom.serve.settings import ServeSettings
 

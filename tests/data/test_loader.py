@@ -15,6 +15,7 @@ import pytest
 import torch
 from material import encoded, noise_picture, rows
 
+from darkroom.data import blocks
 from darkroom.data.draws import Purpose, noise, uniform
 from darkroom.data.images import decode, resize_crop, to_tensor
 from darkroom.data.loader import Batch, Loader, ReadSettings
@@ -203,7 +204,11 @@ def test_rows_and_columns_that_come_later_do_not_disturb_a_pinned_run(prepared: 
         assert_same(one, other)
 
 
-def test_deleted_rows_and_filters_are_read_by_position(prepared: Store) -> None:
+@pytest.mark.parametrize("open_at_once", [0, 2, 3, 128])
+def test_deleted_rows_and_filters_are_read_by_position(
+    prepared: Store, monkeypatch: pytest.MonkeyPatch, open_at_once: int
+) -> None:
+    monkeypatch.setattr(blocks, "SESSIONS", open_at_once)
     prepared.dataset.delete("phash IN (0, 7, 51, 149)")
     prepared.refresh()
     chosen = prepared.select("phash >= 40 AND phash < 120")

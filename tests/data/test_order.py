@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import tracemalloc
 from collections import Counter
@@ -15,6 +16,10 @@ from darkroom.data.order import BatchRows, BucketOrder, Order, OrderSettings, Ro
 from darkroom.errors import InputError
 
 SMALL = OrderSettings(block_rows=8, window_blocks=4)
+
+ORDERS = ["78623eb891304706", "83f6985206922b4d", "bfca55e6c9bf4dd1"]
+BUCKETS = "687ce1d25d0af4dd"
+IN_TURN = "7eb1abd618f36893"
 
 
 def stream(order: Order | BucketOrder, num_batches: int, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -242,3 +247,74 @@ def test_blocks_of_buckets_are_whole() -> None:
     assert order.block(12) == (96, 4)  # the last of (32, 64)
     assert order.block(13) == (100, 8)  # the first of (64, 32)
     assert order.block(14) == (108, 2)
+
+
+def digest(batches: list[BatchRows]) -> str:
+    """Of epochs and positions of batches."""
+    content = hashlib.sha256()
+    for batch in batches:
+        content.update(np.stack([batch.epochs_B, batch.positions_B]).astype("<i8").tobytes())
+    return content.hexdigest()[:16]
+
+
+def test_the_order_is_the_same_in_every_version() -> None:
+    """A run that began years ago goes on with the same batches. These digests never change."""
+    usual = Order(20_000, seed=5, global_batch=48)
+    small = Order(Rows.of(1003).split(0.05)[0], seed=5, global_batch=48, settings=SMALL)
+    large = Order(3_000_000_000, seed=5, global_batch=48)
+    assert [digest([order.batch(k) for k in range(0, 900, 9)]) for order in (usual, small, large)] == ORDERS
+    assert digest([bucketed().batch(k) for k in range(200)]) == BUCKETS
+    plain = OrderSettings(shuffle=False, block_rows=8)
+    in_turn = BucketOrder(
+        {(8, 8): np.arange(90), (8, 16): np.arange(90, 200)}, seed=5, global_batch=9, settings=plain
+    )
+    assert digest([in_turn.batch(k) for k in range(200)]) == IN_TURN
+
+
+def test_what_a_rows_side_holds_is_what_it_gives() -> None:
+    everywhere = np.arange(1100)
+    for total, holdout in [(1000, 0.05), (1003, 0.05), (1003, 7), (1000, 0.5), (1001, 0), (5, 0.001)]:
+        train, held = Rows.of(total).split(holdout)
+        for rows in (train, held):
+            given = set(rows.positions(np.arange(len(rows))).tolist())
+            assert set(everywhere[:total][rows.holds(everywhere[:total])].tolist()) == given
+        assert (train.others(), held.others()) == (held, train)
+    assert Rows.of(1000).holds(everywhere).all()
+    assert not Rows.of(1000).others().holds(everywhere).any()
+    assert len(Rows.of(1000).others()) == 0
+
+
+def test_the_least_that_there_can_be() -> None:
+    """One row, one a batch, one a block, one block a window; half of the rows held out; none of less."""
+    one = OrderSettings(block_rows=1, window_blocks=1)
+    order = Order(1, seed=0, global_batch=1, settings=one)
+    assert [(int(b.epochs_B[0]), int(b.positions_B[0])) for b in map(order.batch, range(3))] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+    ]
+    assert [len(side) for side in Rows.of(2).split(0.5)] == [1, 1]
+    assert [len(side) for side in Rows.of(2).split(1)] == [1, 1]
+    assert [len(side) for side in Rows.of(100).split(50)] == [50, 50]
+    assert Rows.of(7).split(0)[0] == Rows.of(7)
+    for given in (1.5, 3.0001, -1.0):
+        with pytest.raises(InputError, match="allowed"):
+            Rows.of(100).split(given)
+    assert [len(side) for side in Rows.of(100).split(2.0)] == [98, 2]
+    for given in ({"block_rows": 0}, {"window_blocks": 0}):
+        with pytest.raises(ValueError, match="greater than 0"):
+            OrderSettings(**given)
+    with pytest.raises(InputError, match="1 or more"):
+        Order(5, seed=0, global_batch=0)
+    assert OrderSettings() == OrderSettings(shuffle=True, block_rows=64, window_blocks=128)
+
+
+def test_blocks_and_counts_of_one_order() -> None:
+    order = Order(100, seed=0, global_batch=30, settings=SMALL)
+    assert [order.block(n) for n in (0, 1, 12)] == [(0, 8), (8, 8), (96, 4)]
+    assert order.block_of(np.array([0, 7, 8, 99])).tolist() == [0, 0, 1, 12]
+    assert (order.num_rows, order.block_rows, order.window_rows) == (100, 8, 32)
+    buckets = bucketed()
+    assert (buckets.num_rows, buckets.batches_per_round, buckets.window_rows) == (1110, 35, 32 + 32 + 10)
+    assert buckets.batches_per_epoch == pytest.approx(1110 / 32)
+    assert buckets.batch(3).k == 3

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from darkroom.data.images import Facts
-from darkroom.data.importers.rows import ExtraColumns, PassedPicture, plain, type_of, widened
+from darkroom.data.importers.source import ExtraColumns, PassedPicture, plain, type_of, widened
 from darkroom.data.store import SCHEMA
 
 

@@ -14,7 +14,7 @@ import pytest
 from material import rows
 
 from darkroom.data.commit_retry import conflicted, not_opened, plain, vanished, writing
-from darkroom.data.importers.rows import widen
+from darkroom.data.importers.source import widen
 from darkroom.data.store import SCHEMA, FragmentInfo, Store, count_shapes
 from darkroom.errors import StoreError
 

@@ -7,7 +7,7 @@ import pytest
 from scipy import linalg
 
 from darkroom.errors import InputError
-from darkroom.evaluate import resample, statistics
+from darkroom.evaluate import metrics, statistics
 from darkroom.evaluate.statistics import Moments
 
 
@@ -98,7 +98,7 @@ def test_the_interval_of_fid_infinity_holds_the_truth_as_often_as_it_says():
     truth, held, by_line, values, widths = 8 * 0.3**2, 0, 0, [], []
     for seed in range(30):
         x, y = draws.standard_normal((120, 8)), draws.standard_normal((120, 8)) + 0.3
-        interval, line = resample.frechet_infinity(x, y, seed=seed, resamples=20)
+        interval, line = metrics.frechet_infinity_interval(x, y, seed=seed, resamples=20)
         held += interval.low <= truth <= interval.high
         by_line += abs(line.value - truth) <= 1.96 * line.standard_error
         values.append(interval.value)
@@ -185,11 +185,11 @@ def test_what_cannot_be_compared_is_refused():
 
 def test_a_means_interval_is_as_wide_as_repeated_draws_say():
     values = np.random.default_rng(0).normal(2.0, 1.0, 400)
-    found = resample.mean_of(values, seed=1)
+    found = metrics.mean_interval(values, seed=1)
     assert found.value == pytest.approx(values.mean())
     assert found.high - found.low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.15)
-    assert resample.mean_of(values, seed=1) == found
-    assert resample.mean_of(values, seed=2) != found
+    assert metrics.mean_interval(values, seed=1) == found
+    assert metrics.mean_interval(values, seed=2) != found
 
 
 def test_pictures_of_one_prompt_count_as_alike():
@@ -197,12 +197,12 @@ def test_pictures_of_one_prompt_count_as_alike():
     values = np.random.default_rng(0).normal(size=20)[groups] + 0.01 * np.random.default_rng(1).normal(
         size=1000
     )
-    together, apart = resample.mean_of(values, groups), resample.mean_of(values)
+    together, apart = metrics.mean_interval(values, groups), metrics.mean_interval(values)
     assert together.high - together.low > 4 * (apart.high - apart.low)
 
 
 def test_a_single_value_has_no_interval():
-    found = resample.mean_of(np.array([0.5]))
+    found = metrics.mean_interval(np.array([0.5]))
     assert found.value == 0.5
     assert np.isnan([found.low, found.high]).all()
 
@@ -213,7 +213,7 @@ def test_distances_lie_in_their_interval_which_is_as_wide_as_their_spread(score)
     taken = {"frechet": statistics.frechet_of, "kid": statistics.kid, "cmmd": statistics.cmmd}[score]
     sets = [(gaussian(150, mean_a, root_a, s), gaussian(150, mean_b, root_b, 1000 + s)) for s in range(60)]
     repeated = np.array([taken(x, y) for x, y in sets])
-    found = [getattr(resample, score)(x, y, seed=s) for s, (x, y) in enumerate(sets[:8])]
+    found = [getattr(metrics, score)(x, y, seed=s) for s, (x, y) in enumerate(sets[:8])]
     width = np.mean([interval.high - interval.low for interval in found])
     assert all(interval.low < interval.value < interval.high for interval in found)
     assert width == pytest.approx(2 * 1.96 * repeated.std(), rel=0.35)
@@ -225,8 +225,8 @@ def test_a_set_of_two_pictures_has_no_interval(score):
     draws = np.random.default_rng(0)
     few, many = draws.standard_normal((2, 4)), draws.standard_normal((20, 4))
     for x, y in ((few, few + 1), (few, many), (many, few)):
-        found = getattr(resample, score)(x, y)
+        found = getattr(metrics, score)(x, y)
         assert np.isfinite(found.value)
         assert np.isnan([found.low, found.high]).all()
-    three = getattr(resample, score)(many[:3], many)
+    three = getattr(metrics, score)(many[:3], many)
     assert three.low < three.high

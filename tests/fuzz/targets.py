@@ -28,8 +28,7 @@ from darkroom.data.importers.source import Columns
 from darkroom.data.importers.webdataset import WebdatasetSource
 from darkroom.data.importers.zip import ZipReader
 from darkroom.errors import DarkroomError
-from darkroom.models.adapters.adapter import Adapter
-from darkroom.models.adapters.layers import Layer
+from darkroom.models.adapters.adapter import Adapter, Layer
 from darkroom.models.adapters.read import read_adapter, write_adapter
 from darkroom.recipe import make_recipe, read_recipe
 from darkroom.sample.adapters import read_tags

@@ -16,8 +16,8 @@ from darkroom.hardware import accelerator, machine
 from darkroom.hardware.machine import Device
 from darkroom.recipe.sections import TrainSettings
 from darkroom.sample.optimisations import OPTIMISATIONS, optimise, precision
-from darkroom.sample.optimisations.optimisation import ComputeTarget
-from darkroom.train.speed import set_kernels
+from darkroom.sample.optimisations.applied import ComputeTarget
+from darkroom.train.jobs import set_kernels
 from fake_card import fake_cuda
 
 

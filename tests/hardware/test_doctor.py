@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging import markers
+from packaging.requirements import Requirement
 
 from darkroom.hardware import doctor, system
 from darkroom.hardware.doctor import bf16_speedup, declared_extras
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +48,47 @@ def test_every_declared_extra_is_checked(checks):
         check = checks[f"extra {extra}"]
         assert check.ok == have
         assert check.mend == ("" if have else f"pip install '.[{extra}]'")
+
+
+def test_what_an_extra_lacks_on_this_system_is_named(monkeypatch):
+    """`pip install '.[provenance]'` brings nothing more on Windows."""
+
+    def check():
+        return next(check for check in doctor() if check.name == "extra one")
+
+    needs = ['here; extra == "one"', 'there; sys_platform != "win32" and extra == "one"']
+    monkeypatch.setattr(metadata, "requires", lambda name: ["base>=1", *needs])
+    monkeypatch.setattr(metadata, "version", lambda name: "1")
+    assert (check().ok, check().detail, check().mend) == (True, "here, there", "")
+    windows = {**markers.default_environment(), "sys_platform": "win32"}
+    monkeypatch.setattr(markers, "default_environment", lambda: windows)
+    assert declared_extras() == {"one": ["here"]}
+    assert (check().ok, check().mend) == (False, "")
+    assert check().detail == "here; there has no wheel for this system"
+    assert check().lines()[0].startswith("--")
+    monkeypatch.setattr(metadata, "requires", lambda name: needs[1:])
+    assert check().detail == "there has no wheel for this system"
+
+
+def test_what_no_wheel_is_left_out_for_is_in_the_installation_page():
+    """Each package that an extra or the lock leaves out on some system, besides what a system alone needs."""
+    page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
+    said = page.partition("### What is left out")[2].partition("\n#")[0]
+    needs = [line for line in metadata.requires("darkroom-sd") or () if "sys_platform" in line]
+    assert needs
+    assert all(f"`{Requirement(line).name}`" in said for line in needs)
+
+
+def test_every_extra_is_in_the_table_of_the_installation_page():
+    page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
+    table = page.partition("| extra | for | brings |")[2].partition("\n\n")[0]
+    rows = {row.split("`")[1]: row for row in table.splitlines() if row.startswith("| `")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(rows) == set(project["optional-dependencies"])
+    for extra, lines in project["optional-dependencies"].items():
+        if extra not in ("all", "dev"):
+            names = {Requirement(line).name for line in lines}
+            assert {name for name in names if name not in rows[extra]} == set(), extra
 
 
 def _installed(package):

@@ -32,7 +32,7 @@ BANDS = {
 
 def test_there_are_about_a_hundred_rows_and_each_is_dated_and_sourced():
     rows = prices()
-    assert 90 <= len(rows) <= 130
+    assert 90 <= len(rows) <= 140
     assert all(row.source and date(2023, 1, 1) <= row.as_of <= date.today() for row in rows)
     assert {row.device for row in rows} <= set(cards())
 
@@ -42,6 +42,10 @@ def test_spot_is_below_on_demand_and_the_price_is_in_its_familys_band(row):
     assert row.count >= 1
     if row.spot_usd_per_hour is not None:
         assert 0 < row.spot_usd_per_hour <= row.on_demand_usd_per_hour
+    if (one := row.reserved_usd_per_hour(1)) is not None:
+        three = row.reserved_usd_per_hour(3)
+        assert three is not None
+        assert 0.25 * row.on_demand_usd_per_hour < three < one < row.on_demand_usd_per_hour
     family = max((name for name in BANDS if row.device.startswith(name)), key=len)
     low, high = BANDS[family]
     assert low <= row.usd_per_device_hour <= high
@@ -138,7 +142,11 @@ def test_offers_are_chosen_by_provider_region_and_kind():
     assert {row.provider for row in lambda_} == {"lambda"}
     assert {row.region[:2] for row in choose(table, region="us-") if row.region != "all"} == {"us"}
     spot = choose(table, spot=True)
-    normal = {(row.provider, row.instance, row.device, row.region): row for row in table}
+    normal = {
+        (row.provider, row.instance, row.device, row.region): row
+        for row in table
+        if row.spot_usd_per_hour is not None
+    }
     for row in spot:
         own = normal[row.provider, row.instance.removesuffix(" (spot)"), row.device, row.region]
         assert row.on_demand_usd_per_hour == own.spot_usd_per_hour
@@ -152,3 +160,37 @@ def test_offers_are_chosen_by_provider_region_and_kind():
     for wrong in ({"provider": "nobody"}, {"provider": "aws", "region": "mars"}):
         with pytest.raises(InputError):
             choose(table, **wrong)
+
+
+def test_a_commitment_has_its_own_price_and_says_what_it_comes_to():
+    table = prices()
+    for years, usd in ((1, 0.604), (3, 0.402)):
+        picked = price("A10G", table=choose(table, reserved=years), number=1)
+        assert (picked.instance, picked.usd_per_device_hour) == ("g5.xlarge", usd)
+        assert picked.committed_usd == pytest.approx(years * 8760 * usd)
+        assert f"reserved for {years} year" in str(picked)
+        assert picked.spot_usd_per_hour is None
+    on_demand = price("A10G")
+    assert (on_demand.committed_usd, "reserved" in str(on_demand)) == (0.0, False)
+    # Anyscale's USD 39,511 of 13,165 A100-hours on machines reserved for a year are the same list's.
+    eight = price("A100-80", table=choose(table, reserved=1), number=8)
+    assert eight.usd_per_device_hour == pytest.approx(39_511 / 13_165, rel=0.001)
+
+
+def test_what_has_no_reserved_price_is_refused_and_none_is_made_up(tmp_path):
+    with pytest.raises(InputError, match="none of these offers has a reserved price"):
+        choose(prices(), provider="vast", reserved=1)
+    held = {row.device for row in choose(prices(), reserved=3)}
+    assert "A10G" in held
+    assert "H100-SXM" not in held
+    header = "provider,instance,device,count,region,on_demand_usd_per_hour,spot_usd_per_hour,as_of,source"
+    mine = tmp_path / "mine.csv"
+    row = "us,rack,H100,8,,16,,2026-11-01,invoice"
+    mine.write_text(f"{header},reserved_1y_usd_per_hour,reserved_3y_usd_per_hour\n{row},12,\n")
+    assert price("H100", table=choose(prices(mine), reserved=1)).usd_per_device_hour == 1.5
+    with pytest.raises(InputError, match="--reserved 3"):
+        choose(prices(mine), reserved=3)
+    mine.write_text(f"{header},reserved_1y_usd_per_hour\n{row},-12\n")
+    prices.cache_clear()
+    with pytest.raises(InputError, match="USD of 0 and more"):
+        prices(mine)

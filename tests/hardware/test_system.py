@@ -36,7 +36,13 @@ HIDDEN = {"fcntl", "resource"}
 HIDDEN_OF_OS = ("sched_getaffinity", "fork", "getloadavg", "uname", "posix_fadvise")
 ONCE_USED_THEM = (
     *("hardware.memory", "hardware.machine", "run", "data.commit_retry", "data.purging", "data.sidecars"),
-    *("data.importers.job", "data.importers.zip", "prepare.notes", "train.stopping", "measure.timing"),
+    *(
+        "data.importers.job",
+        "data.importers.zip",
+        "prepare.fragments",
+        "train.distributed.ranks",
+        "measure.timing",
+    ),
 )
 
 

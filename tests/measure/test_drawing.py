@@ -13,8 +13,15 @@ from darkroom.measure import batch
 from darkroom.measure import optimisations as optimisations_bench
 from darkroom.measure.batch import PrecisionCase, bench_batch, default_kinds
 from darkroom.measure.drawing import StepTimer, Workload
-from darkroom.measure.optimisations import bench_optimisations, default_cases
-from darkroom.measure.precision import APART, INTERMEDIATES, RUNS, compare_precisions, parse_steps
+from darkroom.measure.optimisations import (
+    APART,
+    INTERMEDIATES,
+    RUNS,
+    bench_optimisations,
+    compare_precisions,
+    default_cases,
+    parse_steps,
+)
 from darkroom.measure.timing import append_csv, read_csv
 from darkroom.report.precision import write_precision_page
 from darkroom.report.runs import write_report

@@ -17,7 +17,7 @@ from darkroom import models
 from darkroom.errors import DarkroomError, InputError
 from darkroom.evaluate.job import read_scores
 from darkroom.evaluate.prompts import Prompts
-from darkroom.measure import finetuning_costs, finetuning_quality
+from darkroom.measure import finetuning_results
 from darkroom.measure.finetuning import (
     BEST,
     FIDELITY,
@@ -33,15 +33,19 @@ from darkroom.measure.finetuning import (
     planned_rows,
     row,
 )
-from darkroom.measure.finetuning_costs import (
+from darkroom.measure.finetuning_results import (
+    Followed,
+    Judging,
     alone_if_it_fits,
+    balance,
+    best_rows,
+    follow_rates,
     largest,
     largest_rows,
     search,
     step_rows,
     weigh,
 )
-from darkroom.measure.finetuning_quality import Followed, Judging, balance, best_rows, follow_rates
 from darkroom.measure.timing import append_csv, read_csv
 from darkroom.report.finetuning import write_finetuning
 
@@ -168,7 +172,7 @@ def test_a_case_that_finds_no_memory_is_a_row_and_what_is_kept_is_not_measured_a
             raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes")
         return weighed(content, *arguments)
 
-    monkeypatch.setattr(finetuning_costs, "alone", alone)
+    monkeypatch.setattr(finetuning_results, "alone", alone)
     bench = bench_of(root, methods=("full", "lora"), ranks=(2,))
     for _ in range(2):  # once measured, once read from the table
         table = Growing(tmp_path / "measurements.csv")
@@ -200,7 +204,7 @@ def test_a_process_without_memory_is_told_from_one_with_a_mistake():
 
 def test_a_process_goes_with_the_one_that_asked():
     """A bench that is killed leaves no process behind that holds gigabytes."""
-    code = "import os; from darkroom.measure.finetuning_costs import alone; "
+    code = "import os; from darkroom.measure.finetuning_results import alone; "
     code = f"{code}\nif __name__ == '__main__': alone(os.system, 'echo $PPID; exec sleep 40')"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as bench:
         child = psutil.Process(int(bench.stdout.readline()))
@@ -213,7 +217,7 @@ def test_a_rate_that_diverges_is_a_row_without_scores(root, tmp_path, monkeypatc
     def diverges(recipe, **_):
         raise DarkroomError(f"the loss of step 3 is nan at {recipe.optim.lr:g}; the checkpoint is kept")
 
-    monkeypatch.setattr(finetuning_quality, "train", diverges)
+    monkeypatch.setattr(finetuning_results, "train", diverges)
     bench, table = bench_of(root, sweep=(9.0, 8.0)), Growing(tmp_path / "rows.csv")
     found = follow_rates(bench, Judging({}, Prompts.of("one", ["a"], "sks")), table)
     assert [(r.case, r.note) for r in found.rows] == [
@@ -221,7 +225,7 @@ def test_a_rate_that_diverges_is_a_row_without_scores(root, tmp_path, monkeypatc
         ("lr 8", "the loss of step 3 is nan at 8"),
     ]
     assert best_rows(found, bench) == []
-    monkeypatch.setattr(finetuning_quality, "train", None)  # what is kept is not tried again
+    monkeypatch.setattr(finetuning_results, "train", None)  # what is kept is not tried again
     assert follow_rates(bench, Judging({}, Prompts.of("one", ["a"], "sks")), table).rows == found.rows
 
 
@@ -317,7 +321,7 @@ def test_the_whole_command(root, tmp_path, capsys, monkeypatch):
         return ended.value.code, told.out, told.err
 
     with monkeypatch.context() as cut_short:
-        cut_short.setattr(finetuning_costs, "search", no_such_thing)
+        cut_short.setattr(finetuning_results, "search", no_such_thing)
         assert command()[0] == 1
     kept = read_csv(tmp_path / "out" / "measurements.csv")
     assert {one.benchmark for one in kept} == {STEP, FIDELITY, RATES, BEST}

@@ -23,6 +23,7 @@ def test_rows_compare_with_a_scan(tmp_path: Path) -> None:
         assert row.p10_s <= row.median_s <= row.p90_s
         assert row.images_per_s == pytest.approx((600 if row.case == SCAN else 576) / row.median_s)
         assert "cache warm" in row.note
+        assert 100 < int(row.note.split(" samples per CPU-second")[0]) < 2 * row.images_per_s * 50
     assert found[SCAN].ratio is None
     assert found[WINDOWS].ratio_to == found[RESIDENT].ratio_to == SCAN
     assert not list(tmp_path.iterdir())

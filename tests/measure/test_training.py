@@ -14,9 +14,8 @@ from darkroom.data.store import Store
 from darkroom.errors import InputError, RecipeError
 from darkroom.measure.training import BARE, LOOP, STEP, bare_step, bench_train
 from darkroom.recipe import make_recipe
-from darkroom.train.jobs import Pinned
+from darkroom.train.jobs import Pinned, flops_per_image
 from darkroom.train.setup import make_job
-from darkroom.train.speed import flops_per_image
 
 VAE = {"block_out_channels": [8, 8], "norm_num_groups": 4, "layers_per_block": 1, "latent_channels": 4}
 

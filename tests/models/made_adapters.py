@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from darkroom.models.adapters.adapter import Adapter
-from darkroom.models.adapters.layers import Layer
+from darkroom.models.adapters.adapter import Adapter, Layer
 from darkroom.models.adapters.read import adaptable
 from darkroom.models.model import Model
 

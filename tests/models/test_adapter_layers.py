@@ -15,9 +15,8 @@ from torch import nn
 
 from darkroom import models
 from darkroom.errors import ModelError
-from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.adapter import Adapter, Factors
 from darkroom.models.adapters.bank import SLOTS, WEIGHTS, Bank, lay_out
-from darkroom.models.adapters.layers import Factors
 from darkroom.models.adapters.read import (
     adaptable,
     changeable,

@@ -19,7 +19,7 @@ import pytest
 
 from darkroom import models
 from darkroom.errors import ModelError
-from darkroom.models.hub import is_hub_id
+from darkroom.models.reference import is_hub_id
 from darkroom.models.tokenizer import tokenizer_or_stand_in
 
 TOKEN = "hf_neverSayThisAloud123"

@@ -11,7 +11,7 @@ from diffusers import FluxImg2ImgPipeline
 
 from darkroom import models
 from darkroom.errors import ModelError
-from darkroom.models.latents import LatentScaling
+from darkroom.models.model import LatentScaling
 from darkroom.sample.pictures import decode, encode
 
 VAE = {"block_out_channels": [8, 8], "norm_num_groups": 4, "layers_per_block": 1, "latent_channels": 4}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from darkroom.errors import InputError
 from darkroom.hardware import machine
 from darkroom.hardware.machine import Device, Machine
 from darkroom.hardware.prices import choose, prices
-from darkroom.plan import advise, ask, pictures, targets
+from darkroom.plan import advise, ask, settings, targets
 from darkroom.plan.ask import estimate_run
 from darkroom.plan.jobs import PrepareJob, Where, largest_rows, plan_preparing
 from darkroom.plan.roofline import Software
@@ -282,6 +283,41 @@ def test_a_spot_price_is_not_called_on_demand(capsys):
     assert "on demand" in told(capsys, *on)[1]
 
 
+def test_a_reserved_price_is_said_with_what_it_commits_to(capsys):
+    on = (*PICTURES[:-1], "--gpu", "A10G")
+    _, out, _ = told(capsys, *on, "--reserved", "1")
+    assert " reserved; aws g5.xlarge us-east-1, reserved for 1 year, as of " in out
+    assert "reserved: USD 5,291 for a year of its machines, used or not" in out
+    assert "on demand" not in out
+    assert "reserved" not in told(capsys, *on)[1]
+    (one,), (three,), (now,) = (
+        plan_of(capsys, "--gpu", "A10G", *more) for more in (("--reserved", "1"), ("--reserved", "3"), ())
+    )
+    assert three["cost"]["usd"] < one["cost"]["usd"] < now["cost"]["usd"]
+    assert [plan["cost"]["reserved_years"] for plan in (one, three, now)] == [1, 3, 0]
+    (eight,) = plan_of(capsys, "--gpu", "A10G", "--reserved", "1", "--count", "8")
+    assert eight["cost"]["committed_usd"] == pytest.approx(8 * one["cost"]["committed_usd"])
+
+
+def test_no_reserved_price_is_made_up(capsys):
+    for more, word in (
+        (("--gpu", "H100"), "no such price is known of it: say yours with --price"),
+        (("--gpu", "here"), "say yours with --price"),
+        (("--gpu", "A10G", "--provider", "gcp"), "allowed: A100-SXM4-40GB, L4"),
+        (("--gpu", "A10G", "--spot"), "one of them"),
+        (("--gpu", "A10G", "--price", "2"), "one of them"),
+    ):
+        code, _, err = told(capsys, *PICTURES, *more, "--reserved", "1")
+        assert (code, word in err, err.count("\n")) == (2, True, 1), (more, err)
+    code, _, err = told(capsys, "--fits", "Voodoo", "--model", "tiny", "--reserved", "1")
+    assert (code, "--fits Voodoo" in err) == (2, True)
+    among = plan_of(capsys, "--gpu", "H100,A10G", "--reserved", "1")
+    assert [(plan["device"], plan["cost"]["usd"] is None) for plan in among] == [
+        ("A10G", False),
+        ("H100-SXM", True),
+    ]
+
+
 def test_a_price_of_ones_own(capsys, recipe):
     _, out, _ = told(capsys, recipe, "--gpu", "H200", "--price", "2", "--json")
     cost = json.loads(out)["plans"][0]["cost"]
@@ -320,6 +356,29 @@ def test_a_missing_recipe_is_said_before_anything_heavy_is_imported(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.split() == ["2", "False"]
     assert "smal.yaml: no such recipe file; did you mean 'small.yaml'?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("generate", "--model", "nowhere"),
+        ("serve", "--model", "nowhere"),
+        ("prepare", "--model", "nowhere"),
+        ("--fits", "T4", "--model", "nowhere"),
+        ("small.yaml", "model.base=nowhere"),
+    ],
+)
+def test_a_model_that_nobody_knows_is_said_before_anything_heavy_is_imported(tmp_path, asked):
+    (tmp_path / "small.yaml").write_text(RECIPE)
+    code = (
+        f"import sys; from darkroom.cli import main\n"
+        f"try: main(['plan', *{asked!r}, *([] if '--fits' in {asked!r} else ['--gpu', 'T4'])])\n"
+        "except SystemExit as left: print(left.code, 'torch' in sys.modules)"
+    )
+    own = {**os.environ, "DARKROOM_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=own)
+    assert done.stdout.split() == ["2", "False"]
+    assert "no model at 'nowhere'; allowed: a folder, a hub id, or one of sd15" in done.stderr
 
 
 def test_what_an_earlier_run_makes_is_stood_in_for(capsys, tmp_path, monkeypatch):
@@ -413,11 +472,11 @@ def test_pictures_are_planned_as_they_would_be_made(capsys, tmp_path):
     assert half["memory_bytes"]["weights"] < 0.6 * plan["memory_bytes"]["weights"]
     prepared = ("prepare", "--model", "tiny", "--resolution", "64", "--gpu", "A100-80", "--json")
     assert json.loads(told(capsys, *prepared)[1])["plans"][0]["precision"] == "float32"
-    assert pictures.own_guidance("tiny") == 7.5
+    assert settings.own_guidance("tiny") == 7.5
     (tmp_path / "model_index.json").write_text(json.dumps({"_darkroom": {"guidance": 1.0}}))
-    assert pictures.own_guidance(str(tmp_path)) == 1.0
+    assert settings.own_guidance(str(tmp_path)) == 1.0
     (tmp_path / "model_index.json").write_text("[]")
-    assert pictures.own_guidance(str(tmp_path)) == 7.5
+    assert settings.own_guidance(str(tmp_path)) == 7.5
 
 
 def test_files_are_as_large_as_what_is_trained_and_its_optimisers_state(tmp_path):

@@ -28,8 +28,17 @@ from darkroom.plan.jobs import (
     plan_training,
     step_seconds,
 )
-from darkroom.plan.roofline import ARITHMETIC, Roofline, Software, efficiency, graphics, units_rate
-from darkroom.plan.scale import ClusterSpec, all_reduce_s, default_cluster
+from darkroom.plan.roofline import (
+    ARITHMETIC,
+    ClusterSpec,
+    Roofline,
+    Software,
+    all_reduce_s,
+    default_cluster,
+    efficiency,
+    graphics,
+    units_rate,
+)
 from darkroom.plan.serving import Request
 from darkroom.plan.trace import ServingTarget, plan_rate
 from darkroom.proof import peers as shipped

@@ -13,8 +13,7 @@ from darkroom.hardware.cards import cards
 from darkroom.measure.timing import Measurement, append_csv
 from darkroom.plan import calibrate, targets
 from darkroom.plan.calibrate import host_seconds
-from darkroom.plan.roofline import Roofline, Software, efficiency, units_rate
-from darkroom.plan.scale import ClusterSpec, all_reduce_s
+from darkroom.plan.roofline import ClusterSpec, Roofline, Software, all_reduce_s, efficiency, units_rate
 from darkroom.plan.targets import Measured, calibration
 
 PICTURES = ("generate", "--model", "tiny", "--size", "64", "--steps", "4", "--precision", "float32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,11 +136,9 @@ def test_counts_that_come_with_darkroom_are_taken_of_the_same_question_and_libra
         return {"flops": len(made)}
 
     file = tmp_path / "common.json.gz"
-    file.write_bytes(gzip.compress(json.dumps({counts.shape_digest(key): {"flops": 7}}).encode()))
+    file.write_bytes(gzip.compress(json.dumps({counts.shipped_digest(key): {"flops": 7}}).encode()))
     monkeypatch.setattr(counts, "SHIPPED", file)
     monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path / "cache"))
-    assert (counts.cached(key, count), made) == ({"flops": 7}, [])
-    monkeypatch.setattr(counts, "_code", lambda: "changed elsewhere")
     assert (counts.cached(key, count), made) == ({"flops": 7}, [])
     real = counts._version
     monkeypatch.setattr(counts, "_version", lambda name: f"{real(name)}.post1+cu130")  # the same release
@@ -148,6 +147,56 @@ def test_counts_that_come_with_darkroom_are_taken_of_the_same_question_and_libra
     monkeypatch.setattr(counts, "_version", lambda name: f"9.{real(name)}")
     assert (counts.cached(key, count), made) == ({"flops": 2}, [1, 1])
     assert (counts.cached(key, count), made) == ({"flops": 2}, [1, 1])  # kept here from then on
+    monkeypatch.setattr(counts, "_version", real)
+    assert (counts.cached(key, count), made) == ({"flops": 7}, [1, 1])
+    monkeypatch.setattr(counts, "_code", lambda: "changed")  # a stale file costs a count, never its figure
+    assert (counts.cached(key, count), made) == ({"flops": 3}, [1, 1, 1])
+
+
+RUN_BESIDES = {
+    "errors.py",
+    "libraries.py",  # which library is imported when
+    "hardware/system.py",  # reads files
+    "plan/ask.py",  # asks for the count
+}
+"""What runs while a count is made and changes none."""
+
+
+def test_counts_are_known_by_all_the_code_that_makes_them(tmp_path, monkeypatch):
+    """Every function of darkroom's that runs in between is in a file of CODE."""
+    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path))
+    ran, root = set[str](), Path(counts.__file__).parents[1]
+
+    def seen(frame, event, _):
+        if event == "call" and not frame.f_code.co_name.startswith("<module"):
+            ran.add(frame.f_code.co_filename)
+
+    def watched(key, make):
+        def made():
+            sys.setprofile(seen)
+            try:
+                return make()
+            finally:
+                sys.setprofile(None)
+
+        return real(key, made)
+
+    from darkroom.plan import ask, settings
+    from darkroom.recipe import make_recipe
+
+    real = counts.cached_profile
+    for module in (ask, settings):
+        monkeypatch.setattr(module, "cached_profile", watched)
+    recipe = make_recipe(
+        {"task": "lora", "model": {"base": "tiny"}, "data": {"folder": "here", "resolution": 64}}
+    )
+    ask.ask_recipe_object(recipe).profile("float32", False)
+    settings.picture_profile("tiny", 64, 64, True, "float32", "fused")
+    settings.preparing_profile("tiny", 64, True, "float32")
+    own = {Path(name).relative_to(root).as_posix() for name in ran if Path(name).is_relative_to(root)}
+    covered = {name for name in own if any(name == one or name.startswith(f"{one}/") for one in counts.CODE)}
+    assert "sample/denoise.py" in covered
+    assert own - covered <= RUN_BESIDES
 
 
 @pytest.mark.nightly

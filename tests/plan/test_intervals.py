@@ -7,10 +7,19 @@ import math
 import pytest
 
 from darkroom.hardware.cards import cards
-from darkroom.plan.intervals import half_width, memory_width, spread, time_width, with_intervals
 from darkroom.plan.jobs import GenerateJob, Where, plan_generating
 from darkroom.plan.roofline import Software
-from darkroom.plan.show import hours, lines, to_dict, usd
+from darkroom.plan.show import (
+    half_width,
+    hours,
+    lines,
+    memory_width,
+    spread,
+    time_width,
+    to_dict,
+    usd,
+    with_intervals,
+)
 from darkroom.proof import peers
 
 

@@ -22,8 +22,8 @@ from darkroom.errors import ColumnError, InputError, StoreError
 from darkroom.models.model import Model
 from darkroom.prepare.columns import latents_column, text_column
 from darkroom.prepare.encoders import TextEncoder, VaeEncoder
+from darkroom.prepare.fragments import Notes
 from darkroom.prepare.job import PrepareReport, prepare
-from darkroom.prepare.notes import Notes
 
 HERE = Path(__file__).parent
 

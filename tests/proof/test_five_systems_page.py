@@ -71,6 +71,18 @@ def test_every_row_is_as_wide_as_its_header(tmp_path, proof):
     assert "USD an hour of one card" in page.read_text()
 
 
+def test_no_column_is_empty_and_no_figure_is_written_as_computers_do(tmp_path, proof):
+    page, _ = write_five_systems(tmp_path / "page.html", proof=proof)
+    columns = set()
+    for table in re.findall(r"<table><thead>.*?</table>", page.read_text(), re.DOTALL):
+        rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in table.split("<tr>")[1:]]
+        header, *cells = rows
+        columns.add(tuple(header))
+        assert all(any(column) for column in zip(*cells, strict=True)), header
+        assert not [cell for row in cells for cell in row if re.search(r"\de[+-]\d|-0\.0%", cell)]
+    assert {"darkroom today" in header for header in columns} == {True, False}
+
+
 def test_a_changed_number_is_seen(tmp_path, proof):
     changed = copy.deepcopy(proof)
     row = next(row for found in changed["tables"] if found["table"] == LATENCY for row in found["rows"])

@@ -440,7 +440,7 @@ def test_a_net_in_inpainting_is_diffusers(
 def test_a_net_is_as_lean_as_its_unet_to_the_bit(tiny: Model, small_xl: Model, tmp_path: Path) -> None:
     from darkroom.sample.backends import open_backend
     from darkroom.sample.control import Controls
-    from darkroom.sample.optimisations.lean import LeanAttention, LeanBlock, LeanResnet
+    from darkroom.sample.optimisations.attention import LeanAttention, LeanBlock, LeanResnet
 
     for name, model in (("tiny", tiny), ("xl", small_xl)):
         folder = saved(net_of(model), tmp_path / name)

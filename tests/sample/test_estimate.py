@@ -13,7 +13,7 @@ from darkroom import models, sample
 from darkroom.errors import InputError
 from darkroom.hardware.memory import resident_bytes
 from darkroom.sample import estimate
-from darkroom.sample.optimisations import streamed
+from darkroom.sample.optimisations import offload
 
 CPU = torch.device("cpu")
 PROMPT = "a red circle"
@@ -91,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_streamed_pictures_are_the_same_to_the_bit(folder, monkeypatch):
-    monkeypatch.setattr(streamed, "SMALL_BYTES", 0)  # every layer waits, as in a large model
+    monkeypatch.setattr(offload, "SMALL_BYTES", 0)  # every layer waits, as in a large model
     asked: dict[str, Any] = {"steps": 2, "seed": 3}
     plain = sample.generate(models.load(folder), PROMPT, **asked)
     waiting = models.load(folder, dtype=None)

@@ -15,9 +15,7 @@ from test_generate import pipeline_of
 
 from darkroom import models
 from darkroom.errors import InputError, ModelError
-from darkroom.models.adapters.adapter import Adapter
-from darkroom.models.adapters.blocks import names_of
-from darkroom.models.adapters.layers import Factors, Layer
+from darkroom.models.adapters.adapter import Adapter, Factors, Layer, names_of
 from darkroom.models.adapters.read import adaptable, fit, merge, merge_all, write_adapter
 from darkroom.models.model import Model
 from darkroom.sample import generate

@@ -23,7 +23,7 @@ from darkroom.sample.backends import open_backend, unet_call
 from darkroom.sample.choice import make_table
 from darkroom.sample.control import ControlledUnet, RowControl
 from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch, Stage
-from darkroom.sample.optimisations import offload, smaller
+from darkroom.sample.optimisations import offload, precision
 from darkroom.sample.optimisations.vae import VaeFront
 from darkroom.serve.engine.batch import padded
 from darkroom.serve.engine.loop import Engine
@@ -305,7 +305,7 @@ def test_nets_of_single_rows_are_not_waited_for(model):
 )
 def test_no_step_with_an_optimisation_is_waited_for(model, names, monkeypatch):
     """Rows at several steps, so that kept features are of some of them."""
-    monkeypatch.setattr(smaller, "WORTH_QUANTISING", 16 * 16)
+    monkeypatch.setattr(precision, "WORTH_QUANTISING", 16 * 16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     backend = open_backend("torch", model, optimise=names)
     table = make_table("ddim", DDIM, 2 * STEPS)
@@ -402,7 +402,7 @@ def test_products_in_fp8_are_not_waited_for(model, monkeypatch):
     """torchao asks the build for a card with fp8 units; the products' shapes are checked as on one."""
     from torchao.quantization import quant_api
 
-    monkeypatch.setattr(smaller, "WORTH_QUANTISING", 16 * 16)
+    monkeypatch.setattr(precision, "WORTH_QUANTISING", 16 * 16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(quant_api, "_check_hardware_support", lambda *_: None)
     backend = open_backend("torch", model, optimise="fp8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -256,3 +257,12 @@ def test_pictures_of_other_formats_are_refused(tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.bmp")
     with pytest.raises(InputError, match="PNG, JPEG or WebP"):
         verify_picture(tmp_path / "a.bmp")
+
+
+def test_without_a_signer_it_is_said_what_brings_one_on_this_system(certificate, monkeypatch):
+    """On Windows no extra does: there is no wheel."""
+    monkeypatch.setattr(provenance, "installed", lambda: False)
+    for system, mend in (("linux", r"pip install '\.\[provenance\]'"), ("win32", "WSL 2")):
+        monkeypatch.setattr(provenance, "sys", SimpleNamespace(platform=system))
+        with pytest.raises(InputError, match=f"c2pa-python is not installed.*{mend}"):
+            Certificate.read(certificate)

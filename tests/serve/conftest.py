@@ -23,8 +23,7 @@ from PIL import Image
 
 import warm
 from darkroom import models
-from darkroom.models.adapters.adapter import Adapter
-from darkroom.models.adapters.layers import Layer
+from darkroom.models.adapters.adapter import Adapter, Layer
 from darkroom.models.adapters.read import adaptable, write_adapter
 from darkroom.serve.api.app import make_app
 from darkroom.serve.api.guard import Keys

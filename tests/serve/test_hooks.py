@@ -49,6 +49,12 @@ def signer(picture):
     return buffer.getvalue()
 
 
+def faulty(picture):
+    SEEN.append(picture.parameters["seed"])
+    if picture.parameters["seed"] == 7:
+        raise ValueError("/secret/path")
+
+
 def broken(picture):
     raise ValueError("/secret/path")
 
@@ -98,8 +104,14 @@ def test_a_checker_withholds_one_picture_and_nobody_sees_a_preview(module, run_c
     assert "preview" not in fine[2] + withheld[2]
 
 
-def test_after_a_refusal_nothing_more_is_drawn_and_the_client_is_not_to_ask_again(module, run_http):
-    """Two of four pictures fit a step; the first is withheld while the others wait."""
+REFUSED = (400, "withheld", "not fit to be shown")
+BROKEN = (500, "failed", "the pictures could not be stored")
+
+
+@pytest.mark.parametrize(("hook", "ends"), [("checker", REFUSED), ("faulty", BROKEN)])
+def test_after_a_hook_s_refusal_or_fault_nothing_more_is_drawn(module, run_http, hook, ends):
+    """Two of four pictures fit a step; the first is withheld while the others wait. No client is to ask again
+    after a refusal."""
 
     async def scenario(core: Core, http: Any) -> Any:
         body = {"prompt": "a", "n": 4, "seed": 7, "num_inference_steps": 30, "guidance_scale": 5.0}
@@ -109,11 +121,10 @@ def test_after_a_refusal_nothing_more_is_drawn_and_the_client_is_not_to_ask_agai
             await asyncio.sleep(0.01)
         return told, job, core.metrics.pictures._value.get(), core.engine.load, core.engine.waiting()
 
-    told, job, drawn, load, waiting = run_http(scenario, hooks=(f"{module}:checker",), capacity=2)
-    assert told.status_code == 400
-    assert told.json()["error"]["code"] == "withheld"
-    assert told.json()["error"]["message"] == "not fit to be shown"
-    assert (job["state"], job["error"]["code"]) == ("failed", "withheld")
+    told, job, drawn, load, waiting = run_http(scenario, hooks=(f"{module}:{hook}",), capacity=2)
+    error = told.json()["error"]
+    assert (told.status_code, error["code"], error["message"]) == ends
+    assert (job["state"], job["error"]["code"]) == ("failed", ends[1])
     assert len(sys.modules[module].SEEN) < 4, "the control without a refusal sees all"
     assert (drawn, load, waiting) == (0, 0, 0)
 

@@ -23,14 +23,14 @@ from darkroom.recipe import Recipe, make_recipe
 from darkroom.recipe.sections import VAE_TASKS
 from darkroom.train import model as build
 from darkroom.train import setup
-from darkroom.train.data.masks import Masks
 from darkroom.train.distributed import ddp_fsdp
 from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.memory import offload_mmap
 from darkroom.train.step import DTYPES
 from darkroom.train.tasks import repa
+from darkroom.train.tasks.autoencoder import with_student
+from darkroom.train.tasks.diffusion import Masks
 from darkroom.train.tasks.extractor import ExtractorModel
-from darkroom.train.tasks.tiny_vae import with_student
 from fake_card import CARD, Watched, elsewhere, fake_card, outside
 
 ROWS = 4

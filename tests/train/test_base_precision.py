@@ -17,8 +17,8 @@ from darkroom import models
 from darkroom.errors import RecipeError
 from darkroom.models.adapters.read import read_adapter
 from darkroom.plan.training import profile_recipe
-from darkroom.train.base_precision import BLOCKS, pack, pack_layers, packed_weights, unpack
 from darkroom.train.jobs import Pinned
+from darkroom.train.memory import BLOCKS, pack, pack_layers, packed_weights, unpack
 from darkroom.train.run import export, train
 from darkroom.train.setup import make_job
 from darkroom.train.tasks.lora import parameter_table

@@ -16,11 +16,10 @@ from darkroom import models
 from darkroom.hardware import accelerator
 from darkroom.recipe.sections import AdapterSettings, TrainSettings
 from darkroom.sample.backends import unet_call
-from darkroom.train import speed
+from darkroom.train import jobs
 from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
-from darkroom.train.jobs import Pinned
+from darkroom.train.jobs import FEW_CONVOLUTIONS, MOST_ROWS, Pinned, chosen_layout, lay_out
 from darkroom.train.run import train
-from darkroom.train.speed import FEW_CONVOLUTIONS, MOST_ROWS, chosen_layout, lay_out
 from darkroom.train.tasks.lora import add_adapters
 from train.conftest import UNET, MakeRecipe
 
@@ -32,7 +31,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU measures as a card does, and what a card does of itself, channels last, a CPU does as well."""
     monkeypatch.setattr(accelerator, "CPU", replace(accelerator.CPU, own_memory=True))
     monkeypatch.setattr(accelerator, "empty_cache", lambda: None)
-    monkeypatch.setattr(speed, "channels_last", lambda asked, kind, sharded: asked == "auto" or asked)
+    monkeypatch.setattr(jobs, "channels_last", lambda asked, kind, sharded: asked == "auto" or asked)
 
 
 def quicker(innermost: bool, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -47,7 +46,7 @@ def quicker(innermost: bool, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         # The first pass of each layout chooses kernels.
         return 9.0 if len(seen) <= 2 else 1.0 if seen[-1] == innermost else 1.5
 
-    monkeypatch.setattr(speed, "_pass_seconds", seconds)
+    monkeypatch.setattr(jobs, "_pass_seconds", seconds)
     return seen
 
 
@@ -106,13 +105,13 @@ def test_without_memory_to_measure_in_it_is_the_rules(card: None, monkeypatch: p
     def full(*_: Any) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(speed, "_pass_seconds", full)
+    monkeypatch.setattr(jobs, "_pass_seconds", full)
     assert choose(Net()) == (True, "convolutions channels last: unmeasured, for memory ran out")
 
     def broken(*_: Any) -> float:
         raise RuntimeError("unspecified launch failure")
 
-    monkeypatch.setattr(speed, "_pass_seconds", broken)
+    monkeypatch.setattr(jobs, "_pass_seconds", broken)
     with pytest.raises(RuntimeError, match="launch failure"):
         choose(Net())
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from darkroom import models
 from darkroom.errors import ModelError, RecipeError
-from darkroom.models.adapters.layers import rotated
+from darkroom.models.adapters.adapter import rotated
 from darkroom.models.adapters.read import read_adapter
 from darkroom.plan.training import profile_recipe
 from darkroom.recipe.sections import AdapterSettings, OptimSettings

@@ -18,7 +18,7 @@ from darkroom.run import Run
 from darkroom.train.jobs import Pinned
 from darkroom.train.run import train
 from darkroom.train.setup import make_job
-from darkroom.train.tasks.preference import preference_loss, without_adapters
+from darkroom.train.tasks.diffusion import preference_loss, without_adapters
 
 
 def test_the_loss_is_the_papers() -> None:

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from darkroom.cli import app
 from darkroom.errors import DarkroomError, InputError
+from darkroom.train.exports import push
 from darkroom.train.run import export, train
-from darkroom.train.sharing import push
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import darkroom
 from darkroom import options
 from darkroom.errors import DarkroomError, RecipeError, is_out_of_memory, is_system_failure
 from darkroom.hardware.system import is_unicode, leaving_at_once, print_anything, reader_left
-from darkroom.hush import hush, limit_spinning
+from darkroom.libraries import hush, limit_spinning
 
 app = typer.Typer(
     name="darkroom",

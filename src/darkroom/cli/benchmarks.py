@@ -182,8 +182,9 @@ def bench_job_history(
 
 @bench.command("import")
 def bench_import(
+    kind: Annotated[str, typer.Option(help="of source: zip, webdataset or parquet")] = "zip",
     pictures: Annotated[
-        int, typer.Option(min=1, help="in the zip; one larger import has 4 times as many")
+        int, typer.Option(min=1, help="in the source; one larger import has 4 times as many")
     ] = 20_000,
     size: Annotated[int, typer.Option(min=1, help="side of each picture in pixels")] = 64,
     picture_format: Annotated[str, typer.Option("--format", help="JPEG, PNG or WEBP")] = "WEBP",
@@ -191,15 +192,17 @@ def bench_import(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Pictures/s of an import from a zip, and its memory.
+    """Pictures/s of an import, and its memory.
 
     Example: darkroom bench import --out results.csv
+
+    Example: darkroom bench import --kind webdataset --size 1024 --format JPEG --pictures 1000
     """
     from darkroom.measure.loading import bench_import as run
 
     if picture_format.upper() not in ("JPEG", "PNG", "WEBP"):
         raise InputError(f"--format {picture_format}", allowed="JPEG, PNG, WEBP")
-    rows = run(pictures=pictures, size=size, format=picture_format.upper(), repeats=repeats)
+    rows = run(kind=kind, pictures=pictures, size=size, format=picture_format.upper(), repeats=repeats)
     _measured(rows, out, as_json)
 
 
@@ -341,7 +344,7 @@ def bench_precision(
     """
     from dataclasses import replace
 
-    from darkroom.measure.precision import compare_precisions, parse_steps
+    from darkroom.measure.optimisations import compare_precisions, parse_steps
     from darkroom.report.precision import write_precision_page
 
     counts = parse_steps(steps)

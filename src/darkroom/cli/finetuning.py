@@ -82,8 +82,15 @@ def report(
     asked for, and there are neither scores nor pictures.
     """
     from darkroom.measure.finetuning import Growing, check_same, parameter_rows, planned_rows
-    from darkroom.measure.finetuning_costs import largest_rows, step_rows
-    from darkroom.measure.finetuning_quality import Followed, Judging, best_rows, follow_methods, follow_rates
+    from darkroom.measure.finetuning_results import (
+        Followed,
+        Judging,
+        best_rows,
+        follow_methods,
+        follow_rates,
+        largest_rows,
+        step_rows,
+    )
     from darkroom.options import parse_bytes
     from darkroom.plan.ask import ask_recipe_object, planned_columns
     from darkroom.report.finetuning import write_finetuning

@@ -23,7 +23,7 @@ from darkroom.cli.application import (
     show,
 )
 from darkroom.cli.groups import Drawing, grouped, read_sampling
-from darkroom.errors import InputError, install_extra
+from darkroom.errors import InputError
 from darkroom.hardware import cpu
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class FileOptions:
 
         found = proving.Provenance.opened(self.sign, proving.local_certificate(), say=self.credentials)
         if not found.signs:
-            mend = "" if proving.installed() else f": {install_extra(proving.EXTRA)}, or --no-provenance"
+            mend = "" if proving.installed() else f": {proving.how_to_sign()}, or --no-provenance"
             _note(f"the pictures are marked, not signed{mend}")
         return found
 

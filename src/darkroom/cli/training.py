@@ -378,7 +378,7 @@ def push(
 
     Example: darkroom push runs/dog me/sks-dog --private
     """
-    from darkroom.train.sharing import push as put
+    from darkroom.train.exports import push as put
 
     made = put(run, repo, license=license, private=private, hub=hub)
     show({"repository": made}, as_json, lambda: [f"repository: {made}"])

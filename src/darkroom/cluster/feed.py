@@ -25,8 +25,17 @@ import numpy as np
 import torch
 
 from darkroom.cluster.connect import describe, resources_of_nodes
-from darkroom.cluster.encoders import QUEUE, Bounds, check_room, on_one_machine
-from darkroom.cluster.encoding import OnlineEncoder, Parts, RowSource, asked, read_rows
+from darkroom.cluster.encoders import (
+    QUEUE,
+    Bounds,
+    OnlineEncoder,
+    Parts,
+    RowSource,
+    asked,
+    check_room,
+    on_one_machine,
+    read_rows,
+)
 from darkroom.cluster.keeper import Keeper, SharedPool
 from darkroom.cluster.shared_store import check_nodes, stores_here
 from darkroom.cluster.stages import MOST_TRIES, Stages

@@ -182,7 +182,7 @@ def _stopping(mail: Any, leaving: Callable[[], str]) -> Iterator[None]:
     """
     import ray
 
-    from darkroom.train.stopping import STOP
+    from darkroom.train.distributed.ranks import STOP
 
     over = threading.Event()
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from darkroom.data.dedup import find_doubles, mark_doubles
 from darkroom.data.images import PictureError, buckets, decode, nearest_bucket, resize_crop, to_tensor
 from darkroom.data.importers.job import ImportReport, import_pictures
-from darkroom.data.inspect import contact_sheet, describe
+from darkroom.data.inspect import Verification, contact_sheet, describe, verify
 from darkroom.data.store import FragmentInfo, Store
-from darkroom.data.verify import Verification, verify
 
 __all__ = [
     "FragmentInfo",

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -156,6 +157,32 @@ def gather(blocks: Sequence[Values], picks: Sequence[Ints], out: Array) -> None:
 
 # ---- reading
 
+SESSIONS = 128
+"""The most fragments of a store whose files stay open, one or more each."""
+
+
+class _Rows:
+    """Columns of a fragment, opened anew for every block."""
+
+    def __init__(self, fragment: Any, columns: list[str]) -> None:
+        self._fragment, self._columns = fragment, columns
+
+    def take(self, rows: list[int]) -> pa.Table:
+        """Rows by their number in the fragment."""
+        return self._fragment.take(rows, columns=self._columns)
+
+
+class _OpenRows(_Rows):
+    """Columns of a fragment whose files stay open from the first block on, their footers decoded once."""
+
+    @cached_property
+    def _session(self) -> Any:
+        return self._fragment.open_session(self._columns)
+
+    def take(self, rows: list[int]) -> pa.Table:
+        """Rows by their number in the fragment."""
+        return self._session.take(rows)
+
 
 class Reader:
     """Reads rows of an order from a store, by fragment, only the columns that are wanted."""
@@ -166,9 +193,12 @@ class Reader:
             if want.column not in known:
                 raise ColumnError(f"{store.path} has no column {want.column}", allowed=", ".join(known))
         self._order, self._wanted = order, list(wanted)
-        self._fragments = store.dataset.get_fragments()
         self._starts = np.array([fragment.offset for fragment in store.fragments], dtype=np.int64)
         self._columns = [want.column for want in wanted]
+        fragments = store.dataset.get_fragments()
+        self._fragments: list[_Rows] = [_Rows(fragment, self._columns) for fragment in fragments]
+        if len(fragments) <= SESSIONS:
+            self._fragments = [_OpenRows(fragment, self._columns) for fragment in fragments]
 
     def block(self, number: int) -> Block:
         """A whole block of the order."""
@@ -183,7 +213,7 @@ class Reader:
         fragments = np.searchsorted(self._starts, positions, side="right") - 1
         cuts = np.flatnonzero(np.diff(fragments)) + 1
         tables = [
-            self._fragments[which].take((part - self._starts[which]).tolist(), columns=self._columns)
+            self._fragments[which].take((part - self._starts[which]).tolist())
             for which, part in zip(fragments[np.r_[0, cuts]], np.split(positions, cuts), strict=True)
         ]
         table = (pa.concat_tables(tables) if len(tables) > 1 else tables[0]).combine_chunks()

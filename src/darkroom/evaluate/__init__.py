@@ -1,9 +1,9 @@
 """How good pictures are: statistics of features, the networks that give them, and the rows of scores.
 
-`statistics` holds the distances (Frechet, kernel, cosine) in float64, `resample` their bootstrap intervals,
-`metrics` the measures by name. `extractors` opens networks: published ones, or darkroom's own `small` one,
-whose folder says which pictures it has `seen`. `drawing` draws the pictures to be scored, once; `job` is the
-whole way from a model or a folder to rows of `scores`.
+`statistics` holds the distances (Frechet, kernel, cosine) in float64, `metrics` the measures by name and
+their bootstrap intervals. `extractors` opens networks: published ones, or darkroom's own `small` one, whose
+folder says which pictures it has `seen`. `drawing` draws the pictures to be scored, once; `job` is the whole
+way from a model or a folder to rows of `scores`.
 """
 
 from __future__ import annotations

@@ -25,9 +25,10 @@ from darkroom.errors import InputError, MissingExtra, ModelError, is_system_fail
 from darkroom.evaluate.pictures import Preprocess, in_batches
 from darkroom.evaluate.small import KIND, TrainingHashes, open_small, word_ids
 from darkroom.evaluate.statistics import Array
+from darkroom.libraries import quiet
 from darkroom.models.checked import check_tokenizer, read_json
-from darkroom.models.hub import fetch, is_hub_id
-from darkroom.models.quiet import quiet
+from darkroom.models.hub import fetch
+from darkroom.models.reference import is_hub_id
 
 BATCH = 16
 LAYERS = 4

@@ -71,7 +71,7 @@ def evaluate(
     }
     check_needs(names, there)
     _check_counts(names, num, class_num)
-    rows = _Rows(names, extractors or {}, seed=seed, allow_seen=allow_seen, progress=progress, say=say)
+    rows = _MetricRows(names, extractors or {}, seed=seed, allow_seen=allow_seen, progress=progress, say=say)
     rows.compare(
         reference=None if reference is None else open_pictures(reference, filter=reference_filter),
         subject=None if subject is None else open_pictures(subject),
@@ -110,7 +110,7 @@ def _check_counts(names: Sequence[str], num: int, class_num: int) -> None:
         raise InputError("metric 'div' compares pictures of one prompt", mend="draw 2 or more (--num)")
 
 
-class _Rows:
+class _MetricRows:
     """What the two ways share: extractors opened and checked first, rows made last."""
 
     def __init__(
@@ -193,7 +193,7 @@ class _Drawing:
 
     generate: Generate
     folder: Path
-    rows: _Rows
+    rows: _MetricRows
     seed: int
     settings: Mapping[str, Any] | None
     progress: Progress | None
@@ -243,7 +243,7 @@ def evaluate_folder(
     names = chosen(metrics)
     check_needs(names, {"reference": reference is not None, "subject": subject is not None})
     pictures = FolderPictures.of(folder)
-    rows = _Rows(names, extractors or {}, seed=seed, allow_seen=allow_seen, progress=progress, say=say)
+    rows = _MetricRows(names, extractors or {}, seed=seed, allow_seen=allow_seen, progress=progress, say=say)
     prompts: tuple[str, ...] = ()
     if any(METRICS[name].reads_text or name == "div" for name in names):
         prompts = tuple(without_token(text, token) for text in prompts_of_pictures(pictures, prompt_of))

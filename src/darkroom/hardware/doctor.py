@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -176,22 +177,36 @@ def _extras() -> Iterator[Check]:
         detail = f"unknown: {DISTRIBUTION} is not installed, this runs from its source"
         yield Check("extras", False, detail, "pip install .", optional=True)
         return
+    absent = _absent_packages()
     for extra, packages in sorted(declared_extras().items()):
         missing = [name for name in packages if not _installed(name)]
-        detail = f"missing {', '.join(missing)}" if missing else ", ".join(packages)
+        left_out = [f"{name} has no wheel for this system" for name in absent.get(extra, ())]
+        found = [f"missing {', '.join(missing)}"] if missing else [", ".join(packages)] if packages else []
         mend = install_extra(extra) if missing else ""
-        yield Check(f"extra {extra}", not missing, detail, mend, optional=True)
+        ok = not missing and not left_out
+        yield Check(f"extra {extra}", ok, "; ".join([*found, *left_out]), mend, optional=True)
 
 
 def declared_extras() -> dict[str, list[str]]:
-    """The optional extras in darkroom's own package metadata and the packages that each one brings."""
+    """The optional extras in darkroom's own package metadata and the packages that each one brings here."""
+    return _extras_of(here=True)
+
+
+def _absent_packages() -> dict[str, list[str]]:
+    """The packages that an extra brings on other systems alone, by extra."""
+    return {extra: names for extra, names in _extras_of(here=False).items() if names}
+
+
+def _extras_of(here: bool) -> dict[str, list[str]]:
+    from packaging.requirements import Requirement
+
     extras: dict[str, list[str]] = {}
-    for line in metadata.requires(DISTRIBUTION) or []:
-        requirement, _, marker = line.partition(";")
-        name = requirement.split("[")[0].split(">")[0].split("=")[0].split("<")[0].split("!")[0].strip()
-        _, found, extra = marker.partition("extra ==")
-        if found and name != DISTRIBUTION:
-            extras.setdefault(extra.strip().strip("\"'"), []).append(name)
+    for need in map(Requirement, metadata.requires(DISTRIBUTION) or []):
+        found = re.search(r"extra == \"([\w-]+)\"", str(need.marker))
+        if found and need.name != DISTRIBUTION:
+            names = extras.setdefault(found[1], [])
+            if need.marker is not None and need.marker.evaluate({"extra": found[1]}) == here:
+                names.append(need.name)
     return {extra: names for extra, names in extras.items() if extra not in ("all", "dev")}
 
 

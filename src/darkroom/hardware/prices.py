@@ -19,6 +19,7 @@ from darkroom.hardware.cards import HERE, Card, find_card, read_rows
 
 STALE_DAYS = 90
 SPOT = " (spot)"  # marks an offer whose price is its spot price
+HOURS_A_YEAR = 8760
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class Price:
     threads_per_core: int = 1  # virtual CPUs that a core of a CPU class is sold as
     picked: str = ""  # why this row, when it was picked from several
     idle: int = 0  # devices of its machines that a job of fewer pays for too
+    reserved_1y_usd_per_hour: float | None = None  # of a commitment of one year; of three
+    reserved_3y_usd_per_hour: float | None = None
+    reserved_years: int = 0  # what its price commits to: set by `choose`
 
     @property
     def usd_per_device_hour(self) -> float:
@@ -47,6 +51,15 @@ class Price:
     def spot_usd_per_device_hour(self) -> float | None:
         """Spot, for one device; None where there is no offer."""
         return None if self.spot_usd_per_hour is None else self.spot_usd_per_hour / self.count
+
+    def reserved_usd_per_hour(self, years: int) -> float | None:
+        """Of a commitment of 1 or 3 years; None where no such price is known."""
+        return {1: self.reserved_1y_usd_per_hour, 3: self.reserved_3y_usd_per_hour}.get(years)
+
+    @property
+    def committed_usd(self) -> float:
+        """What a commitment to one of its machines comes to, used or not; 0 without one."""
+        return self.reserved_years * HOURS_A_YEAR * self.on_demand_usd_per_hour
 
     def age_days(self, today: date | None = None) -> int:
         """Days since the price was read."""
@@ -67,7 +80,13 @@ class Price:
         age = f", {self.age_days()} days old" if self.stale() else ""
         picked = f"; {self.picked}" if self.picked else ""
         idle = f"; let {self.count} at a time, {self.idle} of them idle" if self.idle else ""
-        return f"{where}, as of {self.as_of}{age}{picked}{idle}"
+        return f"{where}{self._term()}, as of {self.as_of}{age}{picked}{idle}"
+
+    def _term(self) -> str:
+        if not self.reserved_years:
+            return ""
+        years = "1 year" if self.reserved_years == 1 else f"{self.reserved_years} years"
+        return f", reserved for {years}"
 
     def paid_for(self, number: int) -> int:
         """Cards that a job on so many pays for: whole machines. A processor's cores are sold one by one."""
@@ -89,7 +108,11 @@ def prices(path: Path = HERE / "prices.csv") -> tuple[Price, ...]:
     if not found:
         raise InputError(f"prices in {path}: no offers", allowed="rows as in prices.csv")
     for row in found:
-        asked = (row.on_demand_usd_per_hour, row.spot_usd_per_hour or 0.0)
+        asked = (
+            row.on_demand_usd_per_hour,
+            *(row.spot_usd_per_hour or 0.0, row.reserved_1y_usd_per_hour or 0.0),
+            row.reserved_3y_usd_per_hour or 0.0,
+        )
         if not all(math.isfinite(usd) and usd >= 0 for usd in asked) or row.count < 1:
             raise InputError(f"prices in {path}: {row.provider} {row.instance}", allowed="USD of 0 and more")
     return found
@@ -104,13 +127,20 @@ def _read(path: Path) -> tuple[Price, ...]:
             count=int(row["count"]),
             region=row["region"],
             on_demand_usd_per_hour=float(row["on_demand_usd_per_hour"]),
-            spot_usd_per_hour=float(row["spot_usd_per_hour"]) if row["spot_usd_per_hour"] else None,
+            spot_usd_per_hour=_usd(row["spot_usd_per_hour"]),
             as_of=date.fromisoformat(row["as_of"]),
             source=row["source"],
             threads_per_core=int(row.get("threads_per_core") or 1),
+            reserved_1y_usd_per_hour=_usd(row.get("reserved_1y_usd_per_hour")),
+            reserved_3y_usd_per_hour=_usd(row.get("reserved_3y_usd_per_hour")),
         )
         for row in read_rows(path)
     )
+
+
+def _usd(text: str | None) -> float | None:
+    """A price that a table may leave out."""
+    return float(text) if text else None
 
 
 def _known(device: str) -> str:
@@ -187,9 +217,10 @@ def choose(
     region: str = "",
     spot: bool = False,
     cheapest: bool = False,
+    reserved: int = 0,
 ) -> tuple[Price, ...]:
-    """The offers of a provider, in regions whose names begin so, at spot prices, only each device's cheapest
-    (for one device or for a machine of them).
+    """The offers of a provider, in regions whose names begin so, at spot prices or at those of so many years
+    `reserved`, only each device's cheapest (for one device or for a machine of them).
 
     InputError where no offer is left, with what there is.
     """
@@ -208,6 +239,13 @@ def choose(
         held = [_at_spot(row) for row in held if row.spot_usd_per_hour is not None]
         if not held:
             raise InputError("--spot", mend="none of these offers has a spot price: leave --spot away")
+    if reserved:
+        held = [_reserved(row, reserved) for row in held if row.reserved_usd_per_hour(reserved) is not None]
+        if not held:
+            raise InputError(
+                f"--reserved {reserved}",
+                mend="none of these offers has a reserved price: say yours with --price",
+            )
     if not cheapest:
         return tuple(held)
     offers = [offers_of(device, held) for device in dict.fromkeys(row.device for row in held)]
@@ -225,6 +263,12 @@ def _unbeaten(rows: Sequence[Price]) -> Iterator[Price]:
         if row.count < least:
             least = row.count
             yield row
+
+
+def _reserved(row: Price, years: int) -> Price:
+    """An offer at the price of a commitment of so many years."""
+    usd = row.reserved_usd_per_hour(years) or 0.0
+    return replace(row, on_demand_usd_per_hour=usd, spot_usd_per_hour=None, reserved_years=years)
 
 
 def _at_spot(row: Price) -> Price:

@@ -30,7 +30,7 @@ from darkroom.sample.backends.backend import Backend
 from darkroom.sample.denoise import Unet
 from darkroom.sample.generate import Generation
 from darkroom.sample.likeness import likeness
-from darkroom.sample.optimisations.choose import parse
+from darkroom.sample.optimisations.table import parse
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model

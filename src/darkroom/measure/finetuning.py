@@ -1,7 +1,7 @@
 """`darkroom bench finetune`: what teaching a model one subject takes, and what it gives.
 
-Memory, time and the largest batch are measured on the model given (`finetuning_costs`); a larger model's are
-asked of a `planner` where one is handed in. Quality is followed over the steps (`finetuning_quality`).
+Memory, time and the largest batch are measured on the model given; a larger model's are asked of a `planner`
+where one is handed in. Quality is followed over the steps. Both stand in `finetuning_results`.
 """
 
 from __future__ import annotations

@@ -6,16 +6,23 @@ from __future__ import annotations
 
 import io
 import json
+import tarfile
 import tempfile
+import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from PIL import Image
+from pyarrow import parquet
 
 from darkroom.data.importers.job import import_pictures
 from darkroom.data.importers.zip import ZipReader
@@ -26,9 +33,10 @@ from darkroom.errors import InputError
 from darkroom.hardware.memory import PeakMemory, resident_bytes
 from darkroom.hardware.system import allowed_cores, remove_tree
 from darkroom.measure.timing import Measurement, interleave, measurement
-from darkroom.models.latents import LatentScaling
+from darkroom.models.model import LatentScaling
 from darkroom.prepare.columns import latents_field
 
+_T = TypeVar("_T")
 IDENTITY = "0" * 64
 COLUMN = latents_field(512, IDENTITY, scaling=LatentScaling(), crop="centre", precision="float32")
 SHAPE = (2, 2, 64, 64)  # moments of 32 KB: as many bytes as one latent of 4x64x64 in float16
@@ -71,12 +79,13 @@ def bench_loader(
 
         enough = max(memory_bytes, 3 * rows * ROW_BYTES)
         with Loader(store, order, read=read, workers=workers, memory_bytes=enough) as kept:
-            cases: dict[str, Callable[[], object]] = {
+            cases: dict[str, Callable[[], int]] = {
                 SCAN: lambda: sum(len(one) for one in store.scan(["caption", COLUMN.name], batch_rows=batch)),
                 WINDOWS: from_the_store,
                 RESIDENT: lambda: sum(len(one) for one in islice(kept, batches)),
             }
-            timings = interleave(cases, repeats=repeats)
+            cpu = {name: _CpuTime(call) for name, call in cases.items()}
+            timings = interleave(cpu, repeats=repeats)
     note = "file cache warm; the scan makes no tensors"
     return [
         measurement(
@@ -85,10 +94,27 @@ def bench_loader(
             images=rows if name == SCAN else batches * batch,
             baseline=None if name == SCAN else timings[SCAN],
             settings=settings,
-            note=note,
+            note=f"{cpu[name].rate(repeats):.0f} samples per CPU-second; {note}",
         )
         for name, timing in timings.items()
     ]
+
+
+class _CpuTime:
+    """A call that counts samples, and the CPU seconds that all threads of the process spend on each."""
+
+    def __init__(self, call: Callable[[], int]) -> None:
+        self._call, self._rates = call, list[float]()
+
+    def __call__(self) -> int:
+        began = time.process_time()
+        samples = self._call()
+        self._rates.append(samples / max(1e-9, time.process_time() - began))
+        return samples
+
+    def rate(self, repeats: int) -> float:
+        """Samples per CPU-second: the median of the last calls."""
+        return float(np.median(self._rates[-repeats:]))
 
 
 def make_store(path: Path, rows: int) -> Store:
@@ -128,12 +154,13 @@ def _chunks(rng: np.random.Generator, rows: int) -> Iterator[pa.Table]:
 # ---- importing
 
 DISTINCT = 512
-CHUNK = 128
+CHUNK, SHARD = 128, 1000
 SETTLE_PICTURES = 2_000
 
 
 def bench_import(
     *,
+    kind: str = "zip",
     pictures: int = 20_000,
     size: int = 64,
     format: str = "WEBP",
@@ -141,31 +168,36 @@ def bench_import(
     workers: int | None = None,
     folder: str | Path | None = None,
 ) -> list[Measurement]:
-    """Rows for importing a zip of square pictures, and for reading and decoding the same, in turns.
+    """Rows for importing square pictures from one of `SOURCES`, and for reading and decoding them, in turns.
 
     The pictures are drawn first, a few hundred that differ under as many captions as there are pictures, so
     that none is a double. `peak_memory_bytes` is what the resident set grew by at its highest; a second
     import of four times as many pictures shows that it does not follow their number. `folder` is where the
-    zip and the stores are put meanwhile (256 B plus the pictures' bytes each, twice); the system's own
+    sources and the stores are put meanwhile (256 B plus the pictures' bytes each, twice); the system's own
     temporary folder otherwise.
     """
+    if kind not in SOURCES:
+        raise InputError(f"kind '{kind}'", allowed=", ".join(SOURCES))
     if min(pictures, size, repeats) < 1:
         raise InputError(f"pictures={pictures}, size={size}, repeats={repeats}", allowed="1 or more each")
     workers = workers or allowed_cores()
-    settings = {"pictures": pictures, "size": size, "format": format, "workers": workers}
+    settings = {"kind": kind, "pictures": pictures, "size": size, "format": format, "workers": workers}
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as place:
-        source = make_source(Path(place) / "source", pictures, size, format)
-        larger = make_source(Path(place) / "larger", 4 * pictures, size, format)
-        runs = _Runs(Path(place), workers)
-        runs.imported(make_source(Path(place) / "first", min(pictures, SETTLE_PICTURES), size, format))
+        source = make_source(Path(place) / "source", pictures, size, format, kind)
+        larger = make_source(Path(place) / "larger", 4 * pictures, size, format, kind)
+        runs = _Runs(Path(place), workers, kind)
+        runs.imported(make_source(Path(place) / "first", min(pictures, SETTLE_PICTURES), size, format, kind))
         peaks = {"import": runs.growth(lambda: runs.imported(source))}
         peaks["import, 4 times as many"] = runs.growth(lambda: runs.imported(larger))
-        cases: dict[str, Callable[[], object]] = {
+        cases: dict[str, Callable[[], int]] = {
             "read and decode only": lambda: runs.decoded(source),
             "import": lambda: runs.imported(source),
         }
-        timings = interleave(cases, repeats=repeats)
-        timings |= interleave({"import, 4 times as many": lambda: runs.imported(larger)}, repeats=1, warmup=0)
+        cpu = {name: _CpuTime(call) for name, call in cases.items()}
+        timings = interleave(cpu, repeats=repeats)
+        cpu["import, 4 times as many"] = _CpuTime(lambda: runs.imported(larger))
+        more = {"import, 4 times as many": cpu["import, 4 times as many"]}
+        timings |= interleave(more, repeats=1, warmup=0)
     rows = []
     for name, timing in timings.items():
         number = 4 * pictures if "4 times" in name else pictures
@@ -173,9 +205,8 @@ def bench_import(
         row = measurement(
             "import", timing, images=number, baseline=baseline, settings=settings | {"pictures": number}
         )
-        rows.append(
-            row.model_copy(update={"peak_memory_bytes": peaks.get(name), "note": f"{row.note}; {NOTE}"})
-        )
+        note = f"{row.note}; {cpu[name].rate(repeats):.0f} pictures per CPU-second; {NOTE}"
+        rows.append(row.model_copy(update={"peak_memory_bytes": peaks.get(name), "note": note}))
     return rows
 
 
@@ -185,30 +216,17 @@ NOTE = "memory: growth of the resident set in one untimed run"
 class _Runs:
     """The two sides of the comparison, each into a store or nowhere."""
 
-    def __init__(self, place: Path, workers: int) -> None:
-        self._store, self._workers = place / "pictures.lance", workers
+    def __init__(self, place: Path, workers: int, kind: str) -> None:
+        self._store, self._workers, self._kind = place / "pictures.lance", workers, kind
 
     def imported(self, source: Path) -> int:
         remove_tree(self._store)
         return import_pictures(source, self._store, workers=self._workers).added
 
     def decoded(self, source: Path) -> int:
-        """Every picture of the zip read and decoded in as many threads, and dropped."""
-        reader = ZipReader(source / "images.zip")
-        names = (member.name for member in reader.members())
-
-        def decode(chunk: list[str]) -> int:
-            """Read and decode the members of a chunk; returns how many."""
-            for name in chunk:
-                member = reader.find(name)
-                if member is not None:
-                    Image.open(io.BytesIO(reader.read(member))).load()
-            return len(chunk)
-
-        with ThreadPoolExecutor(self._workers) as pool:
-            done = sum(pool.map(decode, _names_at_once(names)))
-        reader.close()
-        return done
+        """Every picture of the source read and decoded in as many threads, and dropped."""
+        with SOURCES[self._kind].parts(source) as parts, ThreadPoolExecutor(self._workers) as pool:
+            return sum(pool.map(_decoded, parts))
 
     def growth(self, call: Callable[[], object]) -> int:
         """By how many bytes the resident set grew at its highest while something ran."""
@@ -217,26 +235,134 @@ class _Runs:
         return max(0, peak.bytes() - before)
 
 
-def _names_at_once(names: Iterator[str]) -> Iterator[list[str]]:
-    while chunk := list(islice(names, CHUNK)):
-        yield chunk
+def _decoded(part: Part) -> int:
+    """Read and decode the pictures of a part; returns how many."""
+    count = 0
+    for picture in part():
+        Image.open(io.BytesIO(picture)).load()
+        count += 1
+    return count
 
 
-def make_source(folder: Path, pictures: int, size: int, format: str) -> Path:
-    """A folder with `images.zip` and `captions.jsonl`, laid out as the emoji set is."""
+def make_source(folder: Path, pictures: int, size: int, format: str, kind: str = "zip") -> Path:
+    """A source of one of `SOURCES` with as many captions as pictures."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     files = [_picture(rng, size, format) for _ in range(min(DISTINCT, pictures))]
+    made = (_Made(number, format.lower(), files[number % len(files)]) for number in range(pictures))
+    SOURCES[kind].write(folder, made)
+    return folder
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A picture of a source, with its caption and one more column."""
+
+    number: int
+    ending: str
+    data: bytes
+
+    @property
+    def name(self) -> str:
+        return f"{self.number:08d}.{self.ending}"
+
+    @property
+    def text(self) -> str:
+        return f"picture number {self.number}"
+
+
+Part: TypeAlias = Callable[[], Iterator[bytes]]
+"""Reads some of a source's pictures; on any thread."""
+
+
+@dataclass(frozen=True)
+class _SourceKind:
+    """How a kind of source is written, and how it is read without darkroom's reader of it."""
+
+    write: Callable[[Path, Iterable[_Made]], None]
+    parts: Callable[[Path], AbstractContextManager[Iterator[Part]]]
+
+
+def _write_zip(folder: Path, pictures: Iterable[_Made]) -> None:
+    """`images.zip` and `captions.jsonl`, laid out as the emoji set is."""
     with (
         zipfile.ZipFile(folder / "images.zip", "w") as archive,
         (folder / "captions.jsonl").open("w", encoding="utf-8") as lines,
     ):
-        for number in range(pictures):
-            name = f"{number:08d}.{format.lower()}"
-            archive.writestr(zipfile.ZipInfo(name), files[number % len(files)])
-            entry = {"file_name": name, "text": f"picture number {number}", "score": number / pictures}
-            lines.write(json.dumps(entry) + "\n")
-    return folder
+        for one in pictures:
+            archive.writestr(zipfile.ZipInfo(one.name), one.data)
+            lines.write(json.dumps({"file_name": one.name, "text": one.text, "score": one.number}) + "\n")
+
+
+@contextmanager
+def _zip_parts(folder: Path) -> Iterator[Iterator[Part]]:
+    reader = ZipReader(folder / "images.zip")
+
+    def read(names: list[str]) -> Iterator[bytes]:
+        return (reader.read(member) for name in names if (member := reader.find(name)) is not None)
+
+    yield (partial(read, names) for names in _at_once(member.name for member in reader.members()))
+    reader.close()
+
+
+def _write_tars(folder: Path, pictures: Iterable[_Made]) -> None:
+    """Tars of a thousand pictures, each with its text and JSON beside it, as img2dataset writes them."""
+    for shard, some in enumerate(_at_once(pictures, SHARD)):
+        with tarfile.open(folder / f"{shard:05d}.tar", "w") as archive:
+            for one in some:
+                stem = one.name.removesuffix(f".{one.ending}")
+                score = json.dumps({"score": one.number}).encode()
+                for ending, data in ((one.ending, one.data), ("txt", one.text.encode()), ("json", score)):
+                    member = tarfile.TarInfo(f"{stem}.{ending}")
+                    member.size = len(data)
+                    archive.addfile(member, io.BytesIO(data))
+
+
+@contextmanager
+def _tar_parts(folder: Path) -> Iterator[Iterator[Part]]:
+    def read(file: Path) -> Iterator[bytes]:
+        with tarfile.open(file) as archive:
+            for member in archive:
+                data = archive.extractfile(member)
+                if data is not None and not member.name.endswith((".txt", ".json")):
+                    yield data.read()
+
+    yield (partial(read, file) for file in sorted(folder.glob("*.tar")))
+
+
+def _write_parquet(folder: Path, pictures: Iterable[_Made]) -> None:
+    """Files of a thousand pictures in ten row groups, the picture's bytes as Hugging Face's datasets have
+    them."""
+    for shard, some in enumerate(_at_once(pictures, SHARD)):
+        images = [{"bytes": one.data, "path": one.name} for one in some]
+        columns = {"image": images, "text": [o.text for o in some], "score": [o.number for o in some]}
+        parquet.write_table(pa.table(columns), folder / f"{shard:05d}.parquet", row_group_size=SHARD // 10)
+
+
+@contextmanager
+def _parquet_parts(folder: Path) -> Iterator[Iterator[Part]]:
+    def read(file: Path, group: int) -> Iterator[bytes]:
+        with parquet.ParquetFile(file) as opened:
+            column = opened.read_row_group(group, columns=["image"], use_threads=False)["image"]
+        for picture in column.to_pylist():
+            yield picture["bytes"]
+
+    files = sorted(folder.glob("*.parquet"))
+    groups = ((file, group) for file in files for group in range(parquet.read_metadata(file).num_row_groups))
+    yield (partial(read, file, group) for file, group in groups)
+
+
+SOURCES = {
+    "zip": _SourceKind(_write_zip, _zip_parts),
+    "webdataset": _SourceKind(_write_tars, _tar_parts),
+    "parquet": _SourceKind(_write_parquet, _parquet_parts),
+}
+
+
+def _at_once(items: Iterable[_T], number: int = CHUNK) -> Iterator[list[_T]]:
+    left = iter(items)
+    while chunk := list(islice(left, number)):
+        yield chunk
 
 
 def _picture(rng: np.random.Generator, size: int, format: str) -> bytes:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from darkroom.hush import limit_spinning
+from darkroom.libraries import limit_spinning
 from darkroom.measure.trace import PROMPTS, TraceRequest
 
 

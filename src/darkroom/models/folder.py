@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from darkroom.errors import InputError, ModelError, is_system_failure
 from darkroom.hardware.system import atomic_replace, remove_tree
+from darkroom.libraries import quiet
 from darkroom.models.checked import (
     FLOATS,
     check_complete,
@@ -30,12 +31,19 @@ from darkroom.models.checked import (
     weight_files,
 )
 from darkroom.models.families import FAMILIES, check_fit, create
-from darkroom.models.hub import fetch, is_hub_id
-from darkroom.models.latents import LatentScaling
-from darkroom.models.model import PARTS, TRANSFORMER, Model, noted_guidance, numbered, slow_bf16
+from darkroom.models.hub import fetch
+from darkroom.models.model import (
+    PARTS,
+    TRANSFORMER,
+    LatentScaling,
+    Model,
+    noted_guidance,
+    numbered,
+    slow_bf16,
+)
 from darkroom.models.quick_open import opened_exactly
-from darkroom.models.quiet import quiet
-from darkroom.models.single_file import is_single_file, load_single_file, save_single_file
+from darkroom.models.reference import check_reference, is_single_file
+from darkroom.models.single_file import load_single_file, save_single_file
 from darkroom.models.tokenizer import read_tokenizer, tokenizer_or_stand_in
 
 LOG = logging.getLogger("darkroom.models")
@@ -128,14 +136,6 @@ def _from_hub(ref: str, revision: str | None, variant: str | None) -> Path:
         whole=lambda folder: _has_weights(folder, variant),
         mend=f"give a folder or a .safetensors file, or random weights by name: {', '.join(FAMILIES)}",
     )
-
-
-def check_reference(ref: str) -> None:
-    """ModelError for what is no folder, file or family, and is not written like a hub id."""
-    if not is_hub_id(ref):
-        raise ModelError(
-            f"no model at '{ref}'", allowed=f"a folder, a hub id, or one of {', '.join(FAMILIES)}"
-        )
 
 
 def _has_weights(folder: Path, variant: str | None) -> bool:
@@ -435,11 +435,6 @@ def replaced_folder(path: Path) -> Iterator[Path]:
     except BaseException:
         remove_tree(temporary)
         raise
-
-
-def is_model(ref: str | Path) -> bool:
-    """Whether a reference is a family, a model folder or a single file; hub ids are not looked up."""
-    return str(ref) in FAMILIES or (Path(ref) / "model_index.json").is_file() or is_single_file(ref)
 
 
 def export_model(

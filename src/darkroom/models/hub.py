@@ -25,11 +25,6 @@ ANSWER_S = 8.0
 """The hub has answered once within this, or is reported as unreachable."""
 
 
-def is_hub_id(ref: str) -> bool:
-    """Whether this is written like OWNER/NAME, and not like a path."""
-    return ref.count("/") == 1 and not ref.startswith((".", "/", "~")) and not set(ref) & {":", "\\"}
-
-
 def fetch(
     ref: str,
     allow: Sequence[str],

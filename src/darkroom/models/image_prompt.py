@@ -18,8 +18,8 @@ import torch
 from PIL import Image
 
 from darkroom.errors import InputError, ModelError, is_system_failure
+from darkroom.libraries import quiet
 from darkroom.models.folder import read_part
-from darkroom.models.quiet import quiet
 
 if TYPE_CHECKING:
     from darkroom.models.lllite import ControlNetLite

@@ -8,11 +8,10 @@ from typing import Any
 
 from darkroom.errors import ModelError
 from darkroom.models.checked import check_complete, read_json, read_scheduler, tensor_types, weight_files
-from darkroom.models.families import FAMILIES, PUBLISHED, check_fit, create
+from darkroom.models.families import FAMILIES, check_fit, create
 from darkroom.models.folder import (
     BAD_SETTINGS,
     check_kind,
-    check_reference,
     denoiser_class,
     denoiser_of,
     load,
@@ -21,7 +20,8 @@ from darkroom.models.folder import (
 from darkroom.models.hub import fetch
 from darkroom.models.model import PARTS, Model, numbered
 from darkroom.models.quick_open import without_start
-from darkroom.models.single_file import is_single_file, load_single_file
+from darkroom.models.reference import PUBLISHED, check_reference, is_single_file
+from darkroom.models.single_file import load_single_file
 from darkroom.models.tokenizer import train_tokenizer
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from darkroom.late_imports import waiting
+from darkroom.libraries import waiting
 
 with waiting():
     from diffusers.configuration_utils import ConfigMixin, register_to_config

@@ -27,9 +27,13 @@ class _NoStart(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if getattr(func, "__module__", "") == "torch.nn.init":
-            return args[0] if args else (kwargs or {})["tensor"]
-        return func(*args, **(kwargs or {}))
+            return args[0] if args else kwargs["tensor"]
+        if func is torch.arange and str(kwargs.get("device")) == "meta":
+            # There torch counts in Python, for which it imports sympy.
+            return func(*args, **(kwargs | {"device": "cpu"})).to("meta")
+        return func(*args, **kwargs)
 
 
 @contextmanager

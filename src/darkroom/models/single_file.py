@@ -22,6 +22,7 @@ from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.models.checked import FLOATS, check_complete, tensor_types
 from darkroom.models.families import CLIP_L, FAMILIES, Config, create
 from darkroom.models.model import PARTS, Model, noted_guidance
+from darkroom.models.reference import SUFFIX, check_file
 from darkroom.models.tensor_file import write_tensors
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("darkroom")
 
-SUFFIX, PICKLED = ".safetensors", (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 METADATA = "darkroom"
 CLIP_VOCABULARY = 49_408
 # What original files hold besides the weights that are used: schedules, averages, position numbers, heads.
@@ -43,12 +43,6 @@ ALSO_THERE = re.compile(
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 # SD 2's two predictions share every shape; trained weights of this layer spread wider with v-prediction.
 V_WEIGHT, V_SPREAD = f"{UNET}output_blocks.11.1.transformer_blocks.0.norm1.bias", 0.09
-
-
-def is_single_file(ref: str | Path) -> bool:
-    """Whether a reference names a file of weights rather than a folder, family or hub id."""
-    path = Path(ref)
-    return path.suffix.lower() in (SUFFIX, *PICKLED) and not path.is_dir()
 
 
 def load_single_file(
@@ -65,13 +59,7 @@ def load_single_file(
     Raises ModelError for pickles, adapters, parts of folders, what is missing, and architectures not known.
     """
     path = Path(path)
-    if path.suffix.lower() in PICKLED:
-        raise ModelError(
-            f"'{path}' is a pickle, which can run code when opened",
-            mend="convert it to safetensors where it can do no harm, or find it as safetensors",
-        )
-    if not path.is_file():
-        raise ModelError(f"no file '{path}'")
+    check_file(path)
     whole_numbers = [name for name, kind in tensor_types([path]).items() if kind not in FLOATS]
     odd = [name for name in whole_numbers if not ALSO_THERE.search(name)]
     check_complete(f"'{path}'", whole_numbers=odd)

@@ -10,12 +10,11 @@ from typing import Any
 
 from darkroom.bill import format_number
 from darkroom.errors import InputError
-from darkroom.plan.ask import USUAL_PRECISION, ask_recipe, going_round, plans
+from darkroom.plan.ask import USUAL_PRECISION, ask_recipe, going_round, plans, without_limits
 from darkroom.plan.cost import over_limits
 from darkroom.plan.jobs import Plan, PrepareJob, Where, plan_preparing
-from darkroom.plan.phases import without_limits
-from darkroom.plan.pictures import preparing_profile
 from darkroom.plan.roofline import Software
+from darkroom.plan.settings import preparing_profile
 from darkroom.plan.show import hours, price_lines, to_dict, usd
 from darkroom.plan.targets import PlanRequest, Target, chosen_cards, here, place
 

@@ -1,10 +1,12 @@
-"""What a user asks: a recipe or a job, on one card or on all, on one device or on a thousand."""
+"""What a user asks: a recipe, with all its phases, or a job; on one card or on all, on one device or on a
+thousand.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,6 @@ from darkroom.options import parse_size
 from darkroom.picture_settings import PictureSettings
 from darkroom.plan.cost import listed, over_limits, storage
 from darkroom.plan.counts import LATENTS, Profile, cached, cached_profile
-from darkroom.plan.intervals import with_intervals
 from darkroom.plan.jobs import (
     GenerateJob,
     Plan,
@@ -29,10 +30,20 @@ from darkroom.plan.jobs import (
     plan_preparing,
     plan_training,
 )
-from darkroom.plan.pictures import own_guidance, picture_profile, preparing_profile
 from darkroom.plan.roofline import Software
-from darkroom.plan.settings import configs_of, pictures_of, read_phase, rows_of, runs_of, settings_of, text_of
-from darkroom.plan.show import gb, hours, seconds, to_dict, usd
+from darkroom.plan.settings import (
+    configs_of,
+    own_guidance,
+    picture_profile,
+    pictures_of,
+    preparing_profile,
+    read_phase,
+    rows_of,
+    runs_of,
+    settings_of,
+    text_of,
+)
+from darkroom.plan.show import gb, hours, seconds, to_dict, usd, with_intervals
 from darkroom.plan.targets import (
     PlanRequest,
     Target,
@@ -50,7 +61,6 @@ from darkroom.recipe.rules import channels_last
 if TYPE_CHECKING:
     from darkroom.hardware.machine import Machine
     from darkroom.recipe.sections import Recipe
-
 
 MOST_DEVICES = 65536
 USUAL_PRECISION = "float32"  # of `generate`, `serve` and `prepare` by default
@@ -73,12 +83,12 @@ def plans(asked: PlanRequest, target: Target) -> list[Plan]:
         node_devices=settings.get("node_devices") or target.node_devices,
     )
     own = target.gpu == "here"
-    wheres = [here(target)] if own else [place(card, target) for card in able_cards(asked, target)]
+    wheres = [here(target)] if own else [place(card, target) for card in _able_cards(asked, target)]
     found = [_with_limits(_plan_on(asked, where, target), target) for where in wheres]
     return sorted(found, key=_order)
 
 
-def able_cards(asked: PlanRequest, target: Target) -> list[Card]:
+def _able_cards(asked: PlanRequest, target: Target) -> list[Card]:
     """The cards asked for; several of Apple's cannot train together, as torch has no collectives there. Of
     many, those that the software runs on.
     """
@@ -400,3 +410,105 @@ def line(plan: Plan) -> str:
         f"planned: {seconds(plan.step_s['total'])} a step, {plan.images_per_s:,.3g} images/s, "
         f"{gb(plan.peak_bytes)} at the peak, {hours(plan.hours)}{money}"
     )
+
+
+@dataclass(frozen=True)
+class Together:
+    """The plans of all phases on one card."""
+
+    plans: tuple[Plan, ...]
+    target: Target
+
+    @property
+    def device(self) -> str:
+        """The card's name."""
+        return self.plans[0].device
+
+    @property
+    def count(self) -> int:
+        """The number of them."""
+        return self.plans[0].count
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase does."""
+        return all(plan.fits for plan in self.plans)
+
+    @property
+    def hours(self) -> float:
+        """From the first phase's start to the last one's end."""
+        return sum(plan.hours for plan in self.plans)
+
+    @property
+    def usd(self) -> float | None:
+        """On demand; None where no price is known."""
+        spent = [plan.cost.usd for plan in self.plans if plan.cost.usd is not None]
+        return sum(spent) if len(spent) == len(self.plans) else None
+
+    @property
+    def device_hours(self) -> float:
+        """Of all devices and phases."""
+        return sum(plan.cost.device_hours for plan in self.plans)
+
+    def limits(self) -> tuple[str, ...]:
+        """What the phases together break of deadline and budget."""
+        return over_limits(self.hours, self.usd, self.target.deadline_hours, self.target.budget_usd)
+
+    @property
+    def kept(self) -> bool:
+        """Whether they fit and keep deadline and budget."""
+        return self.fits and not self.limits()
+
+    def row(self) -> dict[str, Any]:
+        """A row of a comparison."""
+        return {
+            "device": self.device,
+            "count": self.count,
+            "fits": "yes" if self.fits else "no",
+            "memory": gb(max(plan.peak_bytes for plan in self.plans)),
+            "time": hours(self.hours),
+            "device-h": f"{self.device_hours:,.3g}",
+            "USD": "-" if self.usd is None else usd(self.usd).removeprefix("USD "),
+            "note": "; ".join(self.limits()),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "device": self.device,
+            "count": self.count,
+            "fits": self.fits,
+            "kept": self.kept,
+            "hours": self.hours,
+            "device_hours": self.device_hours,
+            "usd": self.usd,
+            "plans": [to_dict(plan) for plan in self.plans],
+        }
+
+
+def compared_phases(asked: Sequence[PlanRequest], target: Target, numbers: Sequence[int]) -> list[Together]:
+    """All phases on each number of devices, as far as the batch of every phase goes round: on one card in
+    their order, on all cards the cheapest first; what does not fit or keep the limits comes last.
+    """
+    on_all = target.several
+    found = []
+    for number in going_round(asked, numbers):
+        one = replace(target, count=number)
+        names = [card.name for card in _able_cards(asked[0], one)] if on_all else [target.gpu]
+        found += [together(asked, replace(one, gpu=name)) for name in names]
+    return sorted(found, key=_phases_order) if on_all else found
+
+
+def together(asked: Sequence[PlanRequest], target: Target) -> Together:
+    """All phases on one card and number of devices; deadline and budget are those of all."""
+    return Together(tuple(plans(one, without_limits(target))[0] for one in asked), target)
+
+
+def without_limits(target: Target) -> Target:
+    """The same where time and money do not matter."""
+    return replace(target, deadline_hours=None, budget_usd=None)
+
+
+def _phases_order(one: Together) -> tuple[bool, bool, float]:
+    spent = one.usd
+    return (not one.kept, spent is None, one.device_hours if spent is None else spent)

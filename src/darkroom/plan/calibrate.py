@@ -21,8 +21,8 @@ from darkroom.hardware.cards import find_card
 from darkroom.models.families import FAMILIES
 from darkroom.options import parse_size
 from darkroom.plan.jobs import GenerateJob, Where, plan_generating
-from darkroom.plan.pictures import picture_profile
 from darkroom.plan.roofline import Software
+from darkroom.plan.settings import picture_profile
 from darkroom.plan.targets import Measured, calibration_file
 
 if TYPE_CHECKING:

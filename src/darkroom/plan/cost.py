@@ -31,6 +31,8 @@ class Cost:
     kg_co2e: float
     provider: str | None = None
     at_spot: bool = False  # `usd` is of a machine that may be taken away
+    reserved_years: int = 0  # `usd` is of a machine that is paid for so long, used or not:
+    committed_usd: float = 0.0  # all machines of the job for that time
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ def cost(
         kg_co2e=kwh * kg_per_kwh,
         provider=None if offer is None else offer.provider,
         at_spot=offer is not None and offer.instance.endswith(SPOT),
+        reserved_years=0 if offer is None else offer.reserved_years,
+        committed_usd=0.0 if offer is None else offer.committed_usd * _machines(card, cores, offer, number),
     )
 
 
@@ -99,7 +103,19 @@ def _sold(card: Card, cores: int, offer: Price, number: int) -> float:
         return 1.0
     if card.kind != "cpu":
         return offer.paid_for(number) / number
+    return _cpus(card, cores, offer)
+
+
+def _cpus(card: Card, cores: int, offer: Price) -> int:
+    """Virtual CPUs that cores are sold as."""
     return (cores if card.unit == "core" else 1) * offer.threads_per_core
+
+
+def _machines(card: Card, cores: int, offer: Price, number: int) -> int:
+    """How many machines of an offer a `number` of devices stand in."""
+    if card.kind == "cpu":
+        return -(-_cpus(card, cores, offer) * number // offer.count)
+    return offer.paid_for(number) // offer.count
 
 
 def listed(

@@ -252,9 +252,10 @@ def envelope(stages: Sequence[str], fixed: Floats, row: Floats, max_rows: int = 
 
 CODE = (
     *("train", "sample", "models", "prepare", "recipe", "counting.py", "proof/peers.py"),
-    *(f"plan/{name}.py" for name in ("counts", "generation", "settings", "tracing", "training")),
+    *(f"plan/{name}.py" for name in ("counts", "generation", "pictures", "settings", "tracing", "training")),
+    "hardware/accelerator.py",
 )
-"""What a count depends on: these folders and files of darkroom."""
+"""What a count depends on: these folders and files of darkroom. A test holds them to what a count runs."""
 PACKAGES = ("torch", "diffusers", "transformers", "peft")
 SHIPPED = Path(__file__).with_name("common_counts.json.gz")
 """Counts of the families' common shapes, made by benchmarks/plan/common_counts.py."""
@@ -266,15 +267,13 @@ def cached_profile(key: dict[str, Any], make: Callable[[], Profile]) -> Profile:
 
 
 def cached(key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `make` gives, or what it gave before: here, by this very code; or where darkroom was packed, by
-    code whose counts a test holds to today's.
-    """
+    """What `make` gives, or what it gave before by this very code: here, or where darkroom was packed."""
     digest = _digest(key)
     file = cache_folder() / "plans" / f"{digest}.json"
     with suppress(OSError, ValueError):
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return content
-    if (shipped := _shipped(SHIPPED).get(shape_digest(key))) is not None:
+    if (shipped := _shipped(SHIPPED).get(shipped_digest(key))) is not None:
         return shipped
     made = make()
     with suppress(OSError):  # a home that cannot be written to only costs the next call its time
@@ -284,7 +283,7 @@ def cached(key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str,
 
 @cache
 def _shipped(file: Path) -> dict[str, dict[str, Any]]:
-    """Counts by `shape_digest`."""
+    """Counts by `shipped_digest`."""
     with suppress(OSError, ValueError):
         content: dict[str, dict[str, Any]] = json.loads(gzip.decompress(file.read_bytes()))
         return content
@@ -307,31 +306,30 @@ def _write(file: Path, text: str) -> None:
 
 
 def _digest(key: dict[str, Any]) -> str:
-    text = json.dumps([key, _code()], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return _hashed(key, [(name, _version(name)) for name in PACKAGES])
 
 
-def shape_digest(key: dict[str, Any]) -> str:
-    """What a shipped count is known by: what is asked, and the releases of the libraries that run it.
-
-    darkroom's own code is not in it, so that a change elsewhere costs no count; the nightly tests count a
-    part of them again, and `common_counts.py --check` all of them before a release.
+def shipped_digest(key: dict[str, Any]) -> str:
+    """What a shipped count is known by: as one that is kept here, but of libraries the release alone, since
+    every patch and build (+cpu, +cu130) counts alike. After a change of the code all are counted anew.
     """
-    releases = [(name, ".".join(_version(name).split(".")[:2])) for name in PACKAGES]
-    text = json.dumps([key, releases], sort_keys=True, default=str)
+    return _hashed(key, [(name, ".".join(_version(name).split(".")[:2])) for name in PACKAGES])
+
+
+def _hashed(key: dict[str, Any], libraries: list[tuple[str, str]]) -> str:
+    text = json.dumps([key, _code(), libraries], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @cache
 def _code() -> str:
-    """The source that counting runs through, and the packages below it."""
+    """The source that counting runs through."""
     root = Path(darkroom.__file__).parent
     digest = hashlib.sha256()
     for package in CODE:
         place = root / package
         for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             digest.update(file.read_bytes())
-    digest.update(repr([(name, _version(name)) for name in PACKAGES]).encode())
     return digest.hexdigest()
 
 

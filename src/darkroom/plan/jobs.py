@@ -11,8 +11,16 @@ from darkroom.hardware.cards import Card
 from darkroom.hardware.prices import Price
 from darkroom.plan.cost import Cost, Storage, cost, offer_for
 from darkroom.plan.counts import KINDS, LATENTS, Profile
-from darkroom.plan.roofline import Efficiency, Roofline, Software, TimeBreakdown, efficiency
-from darkroom.plan.scale import ClusterSpec, all_reduce_s, exposed_s
+from darkroom.plan.roofline import (
+    ClusterSpec,
+    Efficiency,
+    Roofline,
+    Software,
+    TimeBreakdown,
+    all_reduce_s,
+    efficiency,
+    exposed_s,
+)
 
 CONTEXT_BYTES = 700e6  # CUDA context and library workspaces (field: hundreds of MB)
 FRAGMENTATION = 1.04  # of the caching allocator

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from darkroom.plan.ask import Together
 from darkroom.plan.jobs import Plan
-from darkroom.plan.phases import Together
 
 BLUE, ORANGE, GREY = "#2f6690", "#d9822b", "#c9c9c9"
 MARKED = (BLUE, ORANGE, "#3a7d44", "#8e4585", "#b23a48", "#5b8e7d", "#6c757d")

@@ -1,13 +1,19 @@
-"""What a plan reads of a recipe, its model's folder and its store, besides the counts."""
+"""What a plan reads of a recipe, its model's folder and its store, besides the counts; and making and
+preparing pictures as asked for, with their counts, kept: no torch until one is counted.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import InputError, RecipeError
+from darkroom.models.reference import check_reference
+from darkroom.plan.counts import Profile, cached_profile
 from darkroom.recipe.sections import VAE_TASKS, Recipe
 
 if TYPE_CHECKING:
@@ -69,7 +75,10 @@ def _default(section: BaseModel, key: str) -> Any:
 
 
 def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """What a plan needs of a recipe besides its counts."""
+    """What a plan needs of a recipe besides its counts. InputError for what is not planned, ModelError for a
+    base that is no model's name.
+    """
+    check_reference(str(recipe.model.base))
     from darkroom.train.checks import check_settings
     from darkroom.train.data.local_dataset import CLASS_STEPS
 
@@ -208,7 +217,10 @@ def text_of(path: Path) -> str:
 
 
 def configs_of(ref: str) -> str:
-    """The settings of a model folder, which may change under the same name."""
+    """The settings of a model folder, which may change under the same name. ModelError for what is no model's
+    name, before anything heavy is imported.
+    """
+    check_reference(ref)
     return (
         "".join(file.read_text(encoding="utf-8") for file in sorted(Path(ref).glob("*/*config.json"))) or ref
     )
@@ -225,3 +237,60 @@ def rows_of(store: str | None) -> int | None:
         return Store.open(store).num_rows
     except StoreError:
         return None
+
+
+USUAL_GUIDANCE = 7.5
+
+
+def own_guidance(model: str) -> float:
+    """The guidance scale that a model folder notes, else the usual one."""
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        index = json.loads((Path(model) / "model_index.json").read_text(encoding="utf-8"))
+        return float(index["_darkroom"]["guidance"])
+    return USUAL_GUIDANCE
+
+
+def picture_profile(
+    model: str, width: int, height: int, guided: bool, precision: str, attention: str, *, whole: bool = False
+) -> Profile:
+    """The counts of making pictures, kept. `whole`: the VAE decodes a batch at once."""
+    key = {
+        "job": "generate",
+        "model": configs_of(model),
+        "size": [width, height],
+        "guided": guided,
+        "precision": precision,
+        "attention": attention,
+        "whole": whole,
+    }
+
+    def count() -> Profile:
+        """Count the job's kernels, decoding in as many pixels at once as `generate` does."""
+        from darkroom.plan.generation import GenerateSpec, profile_generation
+        from darkroom.sample.pictures import DECODE_PIXELS
+
+        pixels = None if whole else DECODE_PIXELS
+        return profile_generation(GenerateSpec(model, width, height, guided, precision, attention, pixels))
+
+    return cached_profile(key, count)
+
+
+def preparing_profile(
+    model: str, resolution: int, text: bool, precision: str, vae: str | None = None
+) -> Profile:
+    """The counts of encoding, kept; with another model's VAE, if that is said."""
+    key = {
+        "job": "prepare",
+        "model": configs_of(model),
+        "resolution": resolution,
+        "text": text,
+        "precision": precision,
+        "vae": None if vae is None else configs_of(vae),
+    }
+
+    def count() -> Profile:
+        from darkroom.plan.generation import PrepareSpec, profile_preparing
+
+        return profile_preparing(PrepareSpec(model, resolution, text, precision, vae))
+
+    return cached_profile(key, count)

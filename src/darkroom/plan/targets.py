@@ -16,8 +16,7 @@ from darkroom.hardware.cards import NVIDIA, Card, cards, find_card
 from darkroom.hardware.prices import Price
 from darkroom.plan.counts import Profile, cache_folder
 from darkroom.plan.jobs import Plan, Where
-from darkroom.plan.roofline import Software, efficiency
-from darkroom.plan.scale import ClusterSpec, default_cluster
+from darkroom.plan.roofline import ClusterSpec, Software, default_cluster, efficiency
 
 if TYPE_CHECKING:
     from darkroom.hardware.machine import Machine

@@ -22,11 +22,8 @@ from darkroom.picture_settings import PictureSettings
 from darkroom.plan.ask import USUAL_PRECISION
 from darkroom.plan.cost import cost, offer_for
 from darkroom.plan.counts import Profile
-from darkroom.plan.intervals import time_width
 from darkroom.plan.jobs import GenerateJob, Plan, Where, plan_generating
-from darkroom.plan.pictures import own_guidance, picture_profile
-from darkroom.plan.roofline import Software
-from darkroom.plan.scale import ClusterSpec
+from darkroom.plan.roofline import ClusterSpec, Software
 from darkroom.plan.serving import (
     MOST_DEVICES,
     Drawn,
@@ -40,6 +37,8 @@ from darkroom.plan.serving import (
     fewest_going_on,
     serve,
 )
+from darkroom.plan.settings import own_guidance, picture_profile
+from darkroom.plan.show import time_width
 from darkroom.plan.targets import PlanRequest, layout_of
 
 HOURS_A_MONTH = 730

@@ -23,7 +23,7 @@ from darkroom.models.outline import outlined
 from darkroom.plan.counts import KINDS, Kernels, Line, Moment, Profile, envelope
 from darkroom.recipe.sections import VAE_TASKS
 from darkroom.train import model as build
-from darkroom.train.tasks.tiny_vae import with_student
+from darkroom.train.tasks.autoencoder import with_student
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import ModelSettings, ObjectiveSettings

@@ -35,14 +35,13 @@ from darkroom.recipe.sections import VAE_TASKS, AdapterSettings, AlignSettings
 from darkroom.sample.generate import pictures_a_call
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 from darkroom.train import setup as job
-from darkroom.train.base_precision import packed_weights
 from darkroom.train.data.local_dataset import has_own_store
 from darkroom.train.data.precomputed import PREPARED_PIXELS
 from darkroom.train.distributed.ddp_fsdp import blocks_of
 from darkroom.train.distributed.weights import cast
-from darkroom.train.memory import LEAST_BYTES
+from darkroom.train.memory import LEAST_BYTES, packed_weights
 from darkroom.train.tasks.diffusion import ENCODED_PIXELS, SIZES, Diffusion, Task
-from darkroom.train.tasks.dmd2 import DistributionMatching
+from darkroom.train.tasks.distill import DistributionMatching
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

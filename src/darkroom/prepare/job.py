@@ -26,10 +26,8 @@ import lance
 
 from darkroom import models
 from darkroom.data.store import Store
-from darkroom.prepare.columns import Layout, check_made_alike
-from darkroom.prepare.fragments import EncodeBatch, FragmentFile, encode_piece, read_pieces
-from darkroom.prepare.making import Column, columns_to_make
-from darkroom.prepare.notes import Note, Notes
+from darkroom.prepare.columns import Column, Layout, check_made_alike, columns_to_make
+from darkroom.prepare.fragments import EncodeBatch, FragmentFile, Note, Notes, encode_piece, read_pieces
 
 COMMIT_EVERY_S = 20.0
 READY_THREADS = 4

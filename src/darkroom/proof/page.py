@@ -23,15 +23,14 @@ from darkroom.hardware import machine
 from darkroom.hardware.cards import find_card
 from darkroom.hardware.prices import price
 from darkroom.measure.timing import Measurement, read_csv
-from darkroom.plan.intervals import half_width, spread
 from darkroom.plan.jobs import Where, step_seconds
 from darkroom.plan.roofline import Efficiency, Software, efficiency
+from darkroom.plan.show import between, half_width, spread
 from darkroom.proof import tables as t
 from darkroom.proof.drawings import KEY, five_plots
 from darkroom.proof.peers import OthersStep, others_profile, picture_profile
 from darkroom.proof.published import shares, told_error, validate
-from darkroom.proof.published_pictures import pictures_s, steps_s
-from darkroom.proof.published_training import Pretraining, images_s, micro_that_fits
+from darkroom.proof.published_runs import Pretraining, images_s, micro_that_fits, pictures_s, steps_s
 from darkroom.proof.tables import Predict, PublishedValue, card, constant
 from darkroom.report import html
 from darkroom.report.measurements import measurement_sections
@@ -286,7 +285,10 @@ def _table_of(found: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> I
         header += ["at today's price"]
         yield _prices(cells)
     rows = [_line(cell, priced) for cell in cells]
-    yield html.table([*header, "note"], rows, frozenset((1, 2, 3, 4, *((6,) if priced else ()))))
+    header += ["note"]
+    used = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    figures = frozenset(new for new, i in enumerate(used) if i in (1, 2, 3, 4, *((6,) if priced else ())))
+    yield html.table([header[i] for i in used], [[row[i] for i in used] for row in rows], figures)
 
 
 def _verdict(found: Mapping[str, Any]) -> str:
@@ -306,12 +308,17 @@ def _bound(found: Mapping[str, Any]) -> str:
 
 def _line(cell: Mapping[str, Any], priced: bool) -> list[Any]:
     line = [
-        cell["case"], number(cell["published"]), number(cell["retold"]), f"{cell['error']:+.1%}",
+        cell["case"], number(cell["published"]), number(cell["retold"]), _error(cell["error"]),
         _own(cell), cell["unit"],
     ]  # fmt: skip
     if priced:
         line.append(number(cell["published_at_todays_price"]) if "price_as_of" in cell else "")
     return [*line, unbroken("; ".join(_remarks(cell)))]
+
+
+def _error(error: float) -> str:
+    """'+4.2%', never '-0.0%'."""
+    return f"{round(error, 3) + 0.0:+.1%}"
 
 
 def _own(cell: Mapping[str, Any]) -> str:
@@ -320,7 +327,7 @@ def _own(cell: Mapping[str, Any]) -> str:
         return ""
     if cell["today_how"] != PLANNED:
         return html.Marked(f"{number(cell['today'])} {cell['today_how']}")
-    return f"{cell['today']:.3g} ({cell['today_low']:.2g} to {cell['today_high']:.2g})"
+    return number(float(f"{cell['today']:.3g}")) + between((cell["today_low"], cell["today_high"]))
 
 
 def unbroken(text: str) -> str:

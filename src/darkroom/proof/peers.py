@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from darkroom.counting import Counter, Trace
 from darkroom.models.model import Model
 from darkroom.models.outline import outlined
-from darkroom.plan import pictures
+from darkroom.plan import settings
 from darkroom.plan.counts import Kernels, Line, Moment, Profile, cached_profile
 from darkroom.plan.tracing import as_on_gpu, fakes, profile_of, tag_weights
 from darkroom.prepare.encoders import text_states
@@ -267,7 +267,7 @@ def picture_profile(precision: str, attention: str, family: str = "sd15", side: 
     """Making square pictures, guided; the VAE decodes the whole batch at once."""
     key = {"pictures": [precision, attention, family, side]}
     return _kept(
-        key, lambda: pictures.picture_profile(family, side, side, True, precision, attention, whole=True)
+        key, lambda: settings.picture_profile(family, side, side, True, precision, attention, whole=True)
     )
 
 
@@ -276,7 +276,7 @@ def preparing_profile(family: str, side: int, precision: str) -> Profile:
     """Encoding pictures and captions."""
     return _kept(
         {"preparing": [family, side, precision]},
-        lambda: pictures.preparing_profile(family, side, True, precision),
+        lambda: settings.preparing_profile(family, side, True, precision),
     )
 
 

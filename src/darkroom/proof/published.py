@@ -11,13 +11,20 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from darkroom.plan.intervals import half_width, spread
 from darkroom.plan.roofline import FITTED, Efficiency, efficiency
-from darkroom.proof.published_pictures import (
+from darkroom.plan.show import half_width, spread
+from darkroom.proof.published_runs import (
+    anyscale_costs,
+    anyscale_rates,
+    anyscale_total,
     diffusers_ladder,
     engines_elsewhere,
     lambda_latency,
     lambda_memory,
+    mlperf,
+    mosaic_costs,
+    mosaic_days,
+    mosaic_rates,
     tensorrt,
     torch2,
     vertex_largest,
@@ -25,15 +32,6 @@ from darkroom.proof.published_pictures import (
     vertex_memory,
     vertex_serving,
     vertex_speed,
-)
-from darkroom.proof.published_training import (
-    anyscale_costs,
-    anyscale_rates,
-    anyscale_total,
-    mlperf,
-    mosaic_costs,
-    mosaic_days,
-    mosaic_rates,
 )
 from darkroom.proof.tables import PublishedTable, PublishedValue
 

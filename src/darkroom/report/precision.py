@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 import darkroom
-from darkroom.measure.precision import APART, INTERMEDIATES, RUNS, PicturePair, Precisions
+from darkroom.measure.optimisations import APART, INTERMEDIATES, RUNS, PicturePair, Precisions
 from darkroom.report import html, plots
 from darkroom.report.plots import Curve
 from darkroom.sample.likeness import difference_picture

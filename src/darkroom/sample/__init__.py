@@ -12,8 +12,7 @@ from darkroom.picture_settings import GenerateSettings, Hires
 from darkroom.sample import optimisations
 from darkroom.sample.adapters import Named, read_tags
 from darkroom.sample.backends import open_backend
-from darkroom.sample.backends.backend import Backend
-from darkroom.sample.backends.eager import unet_call
+from darkroom.sample.backends.backend import Backend, unet_call
 from darkroom.sample.choice import default_solver, make_table, solvers_of
 from darkroom.sample.control import Control
 from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch, StepState, Unet, advance, denoise

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from darkroom.errors import InputError
 from darkroom.hardware.system import split_weight
-from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.adapter import MAX_BLOCKS, Adapter, Blocks
 from darkroom.models.adapters.bank import (
     SLOTS,
     WEIGHTS,
@@ -29,7 +29,6 @@ from darkroom.models.adapters.bank import (
     lay_out,
     low_rank_of,
 )
-from darkroom.models.adapters.blocks import MAX_BLOCKS, Blocks
 from darkroom.models.adapters.read import read_adapter
 from darkroom.sample.denoise import Condition
 

@@ -388,7 +388,7 @@ def _made_at_size(control: Control, net: Net) -> bool:
 
 def make_alike(net: Net, optimised: Sequence[str]) -> None:
     """Give a ControlNet the lean blocks that the U-Net has: of a small model's they are half the time."""
-    from darkroom.sample.optimisations.lean import make_lean
+    from darkroom.sample.optimisations.attention import make_lean
 
     if isinstance(net, ControlNet) and "lean" in optimised:
         make_lean(net.module)

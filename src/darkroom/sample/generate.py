@@ -15,23 +15,22 @@ from PIL import Image
 import darkroom
 from darkroom.errors import InputError
 from darkroom.hardware.accelerator import to_device
-from darkroom.models.hub import is_hub_id
 from darkroom.models.image_prompt import installed
+from darkroom.models.reference import is_hub_id
 from darkroom.models.upscaler import Upscaler, read_upscaler
 from darkroom.options import MAX_SIDE
 from darkroom.picture_settings import DEFAULT_STRENGTH, MAX_SEED, PLAIN_UPSCALERS, GenerateSettings
 from darkroom.sample import inputs
 from darkroom.sample.adapters import Adapted, Encode, Given, Named, named
 from darkroom.sample.backends import open_backend
-from darkroom.sample.backends.backend import Backend
-from darkroom.sample.backends.eager import torch_backend
+from darkroom.sample.backends.backend import Backend, torch_backend
 from darkroom.sample.choice import default_solver, make_table
 from darkroom.sample.control import Control, ControlledUnet, Controls
 from darkroom.sample.denoise import Condition, KnownPart, Row, Stage, denoise
 from darkroom.sample.memory import count_needs, optimise_within, pictures_that_fit
-from darkroom.sample.optimisations.choose import AUTO
-from darkroom.sample.optimisations.choose import parse as parse_optimisations
 from darkroom.sample.optimisations.steps import interval_of
+from darkroom.sample.optimisations.table import AUTO
+from darkroom.sample.optimisations.table import parse as parse_optimisations
 from darkroom.sample.pictures import Picture, free_on_card
 from darkroom.sample.prompt_schedule import PromptStage, composed, readings
 from darkroom.sample.prompts import (

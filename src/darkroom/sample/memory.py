@@ -23,14 +23,13 @@ from darkroom.counting import counting
 from darkroom.errors import InputError
 from darkroom.hardware.accelerator import kind_of
 from darkroom.hardware.memory import file_mappings, resident_bytes
+from darkroom.libraries import quiet
 from darkroom.models.adapters.bank import ROWS
-from darkroom.models.mapped import are_mapped, is_mapped, let_go
-from darkroom.models.quiet import quiet
+from darkroom.models.tensor_file import are_mapped, is_mapped, let_go
 from darkroom.options import parse_bytes
 from darkroom.sample.optimisations.applied import Applied, look_alike
-from darkroom.sample.optimisations.choose import conflict, optimise, parse, place_of
-from darkroom.sample.optimisations.offload import staying_bytes
-from darkroom.sample.optimisations.streamed import READ, computed_in
+from darkroom.sample.optimisations.offload import READ, computed_in, staying_bytes
+from darkroom.sample.optimisations.table import conflict, optimise, parse, place_of
 from darkroom.sample.optimisations.vae import VaeFront
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 

@@ -27,7 +27,7 @@ from PIL import Image, PngImagePlugin
 from darkroom.errors import DarkroomError, InputError, Stopped, is_system_failure
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import atomic_replace, remove_file
-from darkroom.models.latents import LatentScaling
+from darkroom.models.model import LatentScaling
 from darkroom.options import A1111_AUTOMATIC, A1111_NAMES, A1111_SCHEDULES, SOLVERS, find_solver
 from darkroom.picture_settings import steps_of_share
 

@@ -16,6 +16,7 @@ import io
 import json
 import logging
 import os
+import sys
 import threading
 import zlib
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
 from darkroom import __version__
-from darkroom.errors import InputError, MissingExtra
+from darkroom.errors import InputError, install_extra
 from darkroom.hardware.system import atomic_replace
 from darkroom.options import check_credentials
 from darkroom.sample import watermark
@@ -387,9 +388,16 @@ def installed() -> bool:
     return find_spec("c2pa") is not None and find_spec("cryptography") is not None
 
 
+def how_to_sign() -> str:
+    """What has pictures signed here, where `installed` is False."""
+    if sys.platform == "win32":
+        return "there is no c2pa-python for Windows: use Linux in WSL 2"
+    return install_extra(EXTRA)
+
+
 def _need_c2pa() -> None:
     if not installed():
-        raise MissingExtra("c2pa-python", EXTRA)
+        raise InputError("c2pa-python is not installed", mend=how_to_sign())
 
 
 def as_ingredient(file: Path) -> bytes:

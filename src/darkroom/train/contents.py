@@ -34,8 +34,8 @@ from darkroom.recipe.sections import AdapterSettings, DataSettings, ModelSetting
 from darkroom.sample.schedule import Schedule
 from darkroom.train.data.feed import SET
 from darkroom.train.data.local_dataset import has_own_store
-from darkroom.train.data.masks import COLUMN as MASK
 from darkroom.train.distributed.ranks import Ranks
+from darkroom.train.tasks.diffusion import COLUMN as MASK
 from darkroom.train.tasks.diffusion import Diffusion, Task
 
 READ_ROWS = 2_000_000

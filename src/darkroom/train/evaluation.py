@@ -24,13 +24,12 @@ from darkroom.train.distributed.weights import Weights, held_rows
 from darkroom.train.jobs import Say, TrainingSetup
 from darkroom.train.memory import laid_aside
 from darkroom.train.step import micro_batches
-from darkroom.train.tasks.autoencoder import Autoencoder
-from darkroom.train.tasks.tiny_vae import LearnTinyVae
+from darkroom.train.tasks.autoencoder import Autoencoder, LearnTinyVae
 from darkroom.train.tracking import Tracker
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
-    from darkroom.train.stopping import StopRequest
+    from darkroom.train.distributed.ranks import StopRequest
     from darkroom.train.tasks.diffusion import Task
 
 

@@ -1,33 +1,289 @@
-"""From trained weights to files: a model folder that diffusers opens, an adapter, a learned word."""
+"""From trained weights to files: a model folder that diffusers opens, an adapter, a learned word; and what
+these are given away with: kohya's `ss_` metadata, a model card, the hub.
+
+No folder's path is written, only its last name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from darkroom import models
+from darkroom.data.mixing import parts_of
 from darkroom.data.store import Store
-from darkroom.errors import CheckpointError, InputError, StoreError
+from darkroom.errors import CheckpointError, DarkroomError, InputError, StoreError
+from darkroom.models.hub import without_token
 from darkroom.models.model import Model
-from darkroom.train.data.feed import select_rows
+from darkroom.models.reference import is_hub_id
+from darkroom.run import Run
+from darkroom.train.data.feed import SET, select_rows, times_of
+from darkroom.train.data.local_dataset import has_own_store, open_store
 from darkroom.train.distributed.weights import cast
 from darkroom.train.model import build_model, no_captions
-from darkroom.train.sharing import dataset_metadata, training_metadata
+from darkroom.train.tasks.autoencoder import TinyVaeModel
 from darkroom.train.tasks.extractor import ExtractorModel, build_extractor
 from darkroom.train.tasks.lora import START, adapter_of, read_noted_start
 from darkroom.train.tasks.textual_inversion import FILE as WORDS
 from darkroom.train.tasks.textual_inversion import add_word, settle_words, write_words
-from darkroom.train.tasks.tiny_vae import TinyVaeModel
 
 if TYPE_CHECKING:
     from darkroom.models.adapters.adapter import Adapter
-    from darkroom.recipe.sections import Recipe, SampleSettings
+    from darkroom.recipe.sections import (
+        AdapterSettings,
+        DataSettings,
+        ObjectiveSettings,
+        OptimSettings,
+        Recipe,
+        SampleSettings,
+        TrainSettings,
+    )
+
+TAGS_KEPT = 5_000
+"""Of a data set's tags, the most frequent: readers bound the size of a header."""
+CARD = "README.md"
+
+
+# ---- metadata
+
+
+def _training_metadata(
+    train: TrainSettings,
+    optim: OptimSettings,
+    data: DataSettings,
+    objective: ObjectiveSettings,
+    adapter: AdapterSettings | None,
+) -> dict[str, str]:
+    """What kohya's tools read of how a LoRA was trained; what is not set is left out."""
+    noise = objective.noise
+    network = {} if adapter is None else adapter.model_dump(mode="json", exclude_defaults=True)
+    network = {
+        key: value for key, value in network.items() if key not in ("from", "trigger", "rank", "alpha")
+    }
+    micro = train.global_batch if train.micro_batch == "auto" else train.micro_batch
+    metadata: dict[str, Any] = {
+        "learning_rate": optim.lr,
+        "unet_lr": optim.unet_lr,
+        "text_encoder_lr": optim.text_encoder_lr,
+        "optimizer": optim.name,
+        "lr_scheduler": optim.lr_schedule,
+        "lr_warmup_steps": optim.warmup_steps,
+        "max_train_steps": train.steps,
+        "total_batch_size": train.global_batch,
+        "batch_size_per_device": micro,
+        "gradient_accumulation_steps": train.global_batch // micro,
+        "gradient_checkpointing": train.gradient_checkpointing,
+        "mixed_precision": train.precision,
+        "seed": train.seed,
+        "resolution": f"({data.resolution}, {data.resolution})",
+        "enable_bucket": data.buckets,
+        "shuffle_caption": data.shuffle_tags,
+        "keep_tokens": data.keep_tokens,
+        "flip_aug": data.flip,
+        "color_aug": data.augment.used,
+        "random_crop": data.crop == "random",
+        "caption_dropout_rate": data.caption_dropout,
+        "caption_tag_dropout_rate": data.tag_dropout,
+        "clip_skip": data.clip_skip + 1,
+        "max_token_length": data.max_token_length,
+        "min_snr_gamma": objective.min_snr_gamma,
+        "debiased_estimation": objective.debiased_estimation,
+        "scale_v_pred_loss_like_noise_pred": objective.scale_v_pred_loss_like_noise_pred or None,
+        "loss_type": objective.loss.type,
+        "noise_offset": noise.offset or None,
+        "noise_offset_random_strength": noise.offset_random_strength or None,
+        "adaptive_noise_scale": noise.adaptive_scale,
+        "multires_noise_iterations": noise.multires_iterations or None,
+        "multires_noise_discount": noise.multires_discount if noise.multires_iterations else None,
+        "ip_noise_gamma": noise.perturbation or None,
+        "ip_noise_gamma_random_strength": noise.perturbation_random_strength or None,
+        "zero_terminal_snr": noise.zero_terminal_snr,
+        "scale_weight_norms": None if adapter is None else adapter.scale_weight_norms,
+        "network_dropout": None if adapter is None else adapter.dropout or None,
+        "network_args": json.dumps(network, sort_keys=True) if network else None,
+        "prior_loss_weight": data.prior_weight if data.class_prompt is not None else None,
+    }
+    return {f"ss_{key}": str(value) for key, value in metadata.items() if value is not None}
+
+
+def _dataset_metadata(data: DataSettings, run: Path, global_batch: int) -> dict[str, str]:
+    """What kohya's tools read of the pictures: how many of each folder, and how often each tag comes."""
+    store = open_store(data, run)
+    if not has_own_store(data):
+        dirs = {_last(part.path): {"n_repeats": 1, "img_count": part.num_rows} for part in parts_of(store)}
+        return {"ss_num_train_images": str(store.num_rows), "ss_dataset_dirs": json.dumps(dirs)}
+    counts: Counter[str] = Counter()
+    repeats: dict[str, int] = {}
+    tags: dict[str, Counter[str]] = {}
+    for folder, times, caption in _rows(data, store):
+        counts[folder] += 1
+        repeats[folder] = times
+        tags.setdefault(folder, Counter()).update(_tags(caption))
+    dirs = {name: {"n_repeats": repeats[name], "img_count": count} for name, count in counts.items()}
+    total = sum(repeats[name] * count for name, count in counts.items())
+    frequent = {name: dict(counter.most_common(TAGS_KEPT)) for name, counter in tags.items()}
+    return {
+        "ss_num_train_images": str(total),
+        "ss_num_batches_per_epoch": str(-(-total // global_batch)),
+        "ss_dataset_dirs": json.dumps(dirs),
+        "ss_tag_frequency": json.dumps(frequent, ensure_ascii=False),
+    }
+
+
+def _rows(data: DataSettings, store: Store) -> Iterable[tuple[str, int, str]]:
+    """Of each picture its folder's last name, how often it comes, and its caption."""
+    names = ["key", "caption", *([SET] if data.sets else [])]
+    rows = store.take(range(store.num_rows), names).to_pylist()
+    for row in rows:
+        prompt = data.prompts[0] if data.prompts else ""
+        if data.sets:
+            one = data.sets[row[SET]]
+            yield _last(one.folder), one.repeats, row["caption"] or one.prompt or prompt
+        else:
+            inner, slash, _ = row["key"].partition("/")
+            folder = inner if slash else _last(data.folder or data.instance or "")
+            times = times_of(row["key"]) if data.repeats == "folders" else 1
+            yield folder, times, prompt if data.instance else row["caption"] or prompt
+
+
+def _tags(caption: str) -> list[str]:
+    return [tag for part in caption.split(",") if (tag := part.strip())]
+
+
+def _last(path: str) -> str:
+    return Path(path.rstrip("/")).name
+
+
+# ---- the card
+
+
+def _hub_card(
+    name: str,
+    *,
+    task: str,
+    base: str,
+    trigger: str | None,
+    adapter: AdapterSettings | None,
+    metadata: Mapping[str, str],
+    files: Iterable[str],
+    license: str | None,
+) -> str:
+    """The hub's README.md: YAML for its search, and how to use what was trained.
+
+    `metadata` is what `_training_metadata` says of the run; `files` are the names of what is uploaded.
+    """
+    there = list(files)
+    head: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image"}
+    head |= {"license": license} if license else {}
+    head |= {"base_model": base} if base.count("/") == 1 else {}
+    head["tags"] = ["stable-diffusion", "text-to-image", *(["lora"] if adapter else [])]
+    head |= {"instance_prompt": trigger} if trigger else {}
+    head |= (
+        {"widget": [{"text": trigger or "", "output": {"url": "samples.png"}}]}
+        if "samples.png" in there
+        else {}
+    )
+    lines = [
+        "---",
+        *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items()),
+        "---",
+    ]
+    lines += [f"# {name}", f"Trained on {base} with darkroom (`task: {task}`).", ""]
+    lines += [f"Trigger: `{trigger}`", ""] if trigger else []
+    lines += ["![samples](samples.png)", ""] if "samples.png" in there else []
+    lines += ["| setting | value |", "| --- | --- |"]
+    chosen = ("learning_rate", "optimizer", "max_train_steps", "total_batch_size", "resolution", "loss_type")
+    lines += [f"| {key} | {metadata[f'ss_{key}']} |" for key in chosen if f"ss_{key}" in metadata]
+    if adapter is not None:
+        lines += [f"| network | {adapter.kind}, rank {adapter.rank} |"]
+        lines += ["", "```python", f'pipeline.load_lora_weights("{name}.safetensors")', "```"]
+    return "\n".join(lines) + "\n"
+
+
+# ---- the hub
+
+
+def push(
+    run: str | Path,
+    repo: str,
+    *,
+    license: str | None = None,
+    private: bool = False,
+    hub: str | None = None,
+) -> str:
+    """Put what a finished run made on a hub, with a card and its last samples; returns its address.
+
+    `repo` is OWNER/NAME; `hub` is another hub's address, null the usual one. The token is the one that the
+    hub's own client finds. InputError for a run that has made nothing yet or a name that is none;
+    DarkroomError, without the token in it, where the hub refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    from darkroom.recipe.read import recipe_of
+
+    opened = Run.open(run)
+    recipe = recipe_of(opened.recipe, opened.path)
+    if repo.count("/") != 1:
+        raise InputError(f"the repository '{repo}'", allowed="OWNER/NAME")
+    with TemporaryDirectory(prefix="darkroom-push-", ignore_cleanup_errors=True) as place:
+        folder = Path(place)
+        name = repo.rpartition("/")[2]
+        _stage(opened, folder, name)
+        base = _base_named(recipe.model.base, opened.environment.get("base", {}))
+        files = [path.name for path in folder.iterdir()]
+        card = _hub_card(
+            name,
+            task=recipe.task,
+            base=base,
+            trigger=recipe.trigger,
+            adapter=recipe.adapter,
+            metadata=_training_metadata(
+                recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter
+            ),
+            files=files,
+            license=license,
+        )
+        (folder / CARD).write_text(card, encoding="utf-8")
+        api = HfApi(endpoint=hub)
+        try:
+            if not api.repo_exists(repo):
+                api.create_repo(repo, private=private)
+            api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload from darkroom")
+        except HFValidationError as error:
+            raise InputError(f"the repository '{repo}': {without_token(str(error))}") from error
+        except (HfHubHTTPError, OSError) as error:
+            message = " ".join(without_token(str(error)).split())
+            raise DarkroomError(f"the hub did not take '{repo}': {message}") from error
+    return f"{api.endpoint.rstrip('/')}/{repo}"
+
+
+def _stage(run: Run, folder: Path, name: str) -> None:
+    """Lay out what goes to the hub."""
+    adapter, model = run.path / "adapter.safetensors", run.path / "model"
+    if adapter.is_file():
+        shutil.copy(adapter, folder / f"{name}.safetensors")
+    elif model.is_dir():
+        shutil.copytree(model, folder, dirs_exist_ok=True)
+    else:
+        raise InputError(f"'{run.path}' has made nothing yet", mend="let it end, or export it first")
+    if grids := sorted(run.samples.glob("step-*.png")):
+        shutil.copy(grids[-1], folder / "samples.png")
+
+
+def _base_named(ref: str, known: Mapping[str, str | None]) -> str:
+    """What a card says of the base: a hub id as it is, else its family where that is known, or a name."""
+    return ref if is_hub_id(ref) and not Path(ref).exists() else (known.get("family") or _last(ref))
 
 
 ADAPTER = "adapter.safetensors"
@@ -73,10 +329,10 @@ class Exporter:
             trigger=recipe.trigger,
             base_model=_base_name(recipe.model.base),
             resolution=f"{side}x{side}",
-            **training_metadata(recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter),
+            **_training_metadata(recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter),
         )
         with suppress(StoreError):  # pictures that are gone have no entry
-            metadata |= dataset_metadata(recipe.data, self.run, recipe.train.global_batch)
+            metadata |= _dataset_metadata(recipe.data, self.run, recipe.train.global_batch)
         start = None
         if recipe.adapter.changes_base:
             start = read_noted_start(self.run)

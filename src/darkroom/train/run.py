@@ -26,7 +26,7 @@ from darkroom.recipe.read import recipe_of
 from darkroom.recipe.sections import BudgetSettings, CheckpointSettings, DataSettings, Recipe
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
-from darkroom.train.checkpoint.resume import check_changes, check_environment
+from darkroom.train.checkpoint.saver import check_changes, check_environment
 from darkroom.train.checkpoint.storage import CheckpointStorage, RemotePlace, newest, place_of, take_records
 from darkroom.train.checks import check_settings
 from darkroom.train.data.feed import Feed, OpenFeed

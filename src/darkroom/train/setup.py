@@ -23,8 +23,8 @@ from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
 from darkroom.models.compiling import compile_blocks, compile_whole
-from darkroom.models.mapped import cast_opened
 from darkroom.models.model import Model
+from darkroom.models.tensor_file import cast_opened
 from darkroom.prepare.encoders import VaeEncoder
 from darkroom.recipe.fine_tuning import FINE_TUNING, SUBJECT_TASKS
 from darkroom.recipe.rules import channels_last
@@ -37,8 +37,7 @@ from darkroom.recipe.sections import (
     SamplePrompt,
     TrainSettings,
 )
-from darkroom.train.base_precision import pack_layers
-from darkroom.train.checkpoint.resume import exactness
+from darkroom.train.checkpoint.saver import exactness
 from darkroom.train.checks import check_settings
 from darkroom.train.contents import (
     base_of,
@@ -71,23 +70,30 @@ from darkroom.train.data.local_dataset import (
 )
 from darkroom.train.data.precomputed import prepare_own, stored_latents, stored_masks, stored_text
 from darkroom.train.distributed.ranks import ALONE, Ranks
-from darkroom.train.jobs import Pinned, Say, TrainingSetup
+from darkroom.train.jobs import (
+    Pinned,
+    Say,
+    TrainingSetup,
+    chosen_layout,
+    flops_per_image,
+    lay_out,
+    set_kernels,
+)
 from darkroom.train.memory import (
     ESTIMATED,
     choose_micro_batch,
     forget_inputs,
     offload_mmap,
+    pack_layers,
     try_micro_batches,
 )
 from darkroom.train.model import build_model
 from darkroom.train.objective import Objective, make_objective
 from darkroom.train.scores import Scores
-from darkroom.train.speed import chosen_layout, flops_per_image, lay_out, set_kernels
 from darkroom.train.step import DTYPES, Step, choose_precision, micro_batches
-from darkroom.train.tasks.autoencoder import Autoencoder
-from darkroom.train.tasks.diffusion import SIZES, Columns, Diffusion, Reading, Task
-from darkroom.train.tasks.distill import Distillation
-from darkroom.train.tasks.dmd2 import DistributionMatching
+from darkroom.train.tasks.autoencoder import Autoencoder, LearnTinyVae, TinyVaeModel
+from darkroom.train.tasks.diffusion import SIZES, Columns, Diffusion, Preference, Reading, Task
+from darkroom.train.tasks.distill import Distillation, DistributionMatching
 from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build_extractor
 from darkroom.train.tasks.lora import (
     EVA_BATCHES,
@@ -96,10 +102,8 @@ from darkroom.train.tasks.lora import (
     limit_norms,
     parameter_table,
 )
-from darkroom.train.tasks.preference import Preference
 from darkroom.train.tasks.repa import make_extras
 from darkroom.train.tasks.textual_inversion import add_word
-from darkroom.train.tasks.tiny_vae import LearnTinyVae, TinyVaeModel
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from darkroom import models
 from darkroom.errors import ModelError
-from darkroom.models.adapters.adapter import Adapter
-from darkroom.models.adapters.layers import Factors, Layer
+from darkroom.models.adapters.adapter import Adapter, Factors, Layer
 from darkroom.models.adapters.read import adaptable, fit, merge, read_adapter, write_adapter
 from darkroom.models.model import Model
 from models.made_adapters import everywhere, made

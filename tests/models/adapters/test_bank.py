@@ -9,13 +9,11 @@ import torch
 
 from darkroom import models
 from darkroom.errors import ModelError
-from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.adapter import Adapter, Factors, Layer, names_of
 from darkroom.models.adapters.bank import SLOTS, WEIGHTS, Bank, Choice, rows_of, take_rows
-from darkroom.models.adapters.blocks import names_of
-from darkroom.models.adapters.layers import Factors, Layer
 from darkroom.models.adapters.read import adaptable, merge, merge_all
 from darkroom.models.model import Model
-from darkroom.sample.optimisations.choose import optimise
+from darkroom.sample.optimisations.table import optimise
 from models.made_adapters import everywhere, made
 
 CLOSE, APART = 1e-5, 1e-2

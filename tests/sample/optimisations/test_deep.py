@@ -10,11 +10,11 @@ import torch
 from darkroom import sample
 from darkroom.errors import InputError
 from darkroom.sample import denoise
-from darkroom.sample.backends.eager import unet_call
+from darkroom.sample.backends.backend import unet_call
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Condition, Row
-from darkroom.sample.optimisations.choose import conflict, optimise
-from darkroom.sample.optimisations.deep import FeatureCache, Shallow
+from darkroom.sample.optimisations.steps import FeatureCache, Shallow
+from darkroom.sample.optimisations.table import conflict, optimise
 
 STEPS = 9
 

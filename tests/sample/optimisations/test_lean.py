@@ -8,7 +8,7 @@ from diffusers.models.attention_processor import Attention
 
 from darkroom import models, sample
 from darkroom.sample import optimisations
-from darkroom.sample.optimisations.lean import LeanAttention, LeanBlock, LeanFeedForward, LeanResnet
+from darkroom.sample.optimisations.attention import LeanAttention, LeanBlock, LeanFeedForward, LeanResnet
 from models.made_adapters import made
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from darkroom import sample
 from darkroom.hardware import accelerator
-from darkroom.sample.backends.eager import torch_backend
+from darkroom.sample.backends.backend import torch_backend
 from darkroom.sample.optimisations import offload
 from darkroom.sample.optimisations.applied import Applied
 from darkroom.sample.optimisations.table import OPTIMISATIONS

@@ -172,7 +172,7 @@ def test_auto_steps_back_from_what_was_asked_for(tiny):
 
 def test_auto_on_a_card_is_lossless():
     place = optimisations.ComputeTarget(torch.device("cuda"), torch.float16)
-    from darkroom.sample.optimisations.choose import best
+    from darkroom.sample.optimisations.table import best
 
     picked = best(place)
     assert {"fused_attention", "lean", "fused_qkv", "channels_last"} == set(picked)

@@ -15,7 +15,7 @@ from darkroom import models, sample
 from darkroom.errors import InputError
 from darkroom.sample.likeness import levels, likeness, psnr
 from darkroom.sample.optimisations import vae as vae_module
-from darkroom.sample.optimisations.choose import optimise
+from darkroom.sample.optimisations.table import optimise
 from darkroom.sample.optimisations.tiny_vae import Residual, load_tiny
 from darkroom.sample.optimisations.vae import VaeFront, in_tiles
 
@@ -190,7 +190,7 @@ TILED = """
 import json, sys, torch
 from darkroom import models
 from darkroom.hardware.memory import PeakMemory, resident_bytes
-from darkroom.sample.optimisations.choose import optimise
+from darkroom.sample.optimisations.table import optimise
 from darkroom.sample.memory import count_needs, resident_now, return_freed_memory, CPU_MARGIN
 return_freed_memory()
 torch.set_num_threads(1)

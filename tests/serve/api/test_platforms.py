@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -19,6 +20,7 @@ from darkroom.serve.api.vertex import model_of, routes_of, small_enough
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import Job, PictureRequest
+from darkroom.serve.settings import VertexRoutes
 from serve.api.conftest import base64_of, change, on_vertex, opened
 from serve.conftest import DARKROOM, Server, difference
 
@@ -213,8 +215,27 @@ def test_answers_stay_under_the_platform_s_bound():
     assert len(png) > 3_000_000
     [jpeg] = small_enough([png])
     assert 300_000 < len(jpeg) * 4 / 3 < 1_500_000
+    assert sum(map(len, small_enough([png] * 8))) * 4 / 3 < 1_500_000
     with pytest.raises(Refused, match="ask for fewer"):
-        small_enough([png] * 8)
+        small_enough([png] * 32)
+
+
+def test_what_may_not_fit_into_an_answer_is_refused_before_it_is_drawn(run_http):
+    """Of 1024 x 1024, 14 pictures of nothing but noise fit with their credentials."""
+    routes = VertexRoutes(health="/health", predict="/predict", port=8080)
+
+    async def scenario(core: Core, http: Any) -> Any:
+        parameters = {"width": 1024, "height": 1024, "sampleCount": 5, "num_inference_steps": 1}
+        body = {"instances": [{"prompt": "a"}, {"text": "b"}, {"text": "c"}], "parameters": parameters}
+        told = await http.post("/predict", json=body)
+        few = {"instances": body["instances"], "parameters": {**parameters, "width": 32, "height": 32}}
+        return told, await http.post("/predict", json=few), await core.jobs(key="platform")
+
+    told, few, jobs = run_http(scenario, vertex=routes)
+    assert (told.status_code, told.json()["code"]) == (422, "too_large")
+    assert told.json()["error"].startswith("at most 14 pictures of 1024x1024 fit")
+    assert (few.status_code, len(few.json()["predictions"])) == (200, 15)
+    assert len(jobs) == 3, "none of the first request"
 
 
 def test_vertex_s_environment(tmp_path):

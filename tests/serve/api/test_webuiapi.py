@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import webuiapi
 from PIL import Image, ImageFilter, ImageOps
 
 from darkroom import sample
@@ -28,10 +28,6 @@ def nets(small, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def api(nets, model_folder, adapter_folder, tmp_path_factory) -> Iterator[Any]:
     """The package's client of a server that has adapters and nets."""
-    if find_spec("webuiapi") is None:
-        pytest.skip("no webuiapi here: pip install webuiapi")
-    import webuiapi
-
     state = tmp_path_factory.mktemp("webuiapi") / "state"
     server = Server(model_folder, state, "--adapters", str(adapter_folder), "--controls", str(nets))
     server.ready()
@@ -71,8 +67,6 @@ def test_img2img_and_inpainting_with_every_default(api, small):
 
 
 def test_controlnet_units(api, nets, small):
-    import webuiapi
-
     unit = webuiapi.ControlNetUnit(image=steering(9), model="edges", resize_mode="Just Resize")
     made = api.txt2img(prompt="a horse", seed=5, controlnet_units=[unit], **SIDES)
     told = {"steps": 4, "seed": 5, "guidance": 7.0, "solver": "euler_a"}

@@ -19,9 +19,7 @@ from PIL import Image
 
 from darkroom import sample
 from darkroom.models import folder
-from darkroom.models.adapters.adapter import Adapter
-from darkroom.models.adapters.blocks import names_of
-from darkroom.models.adapters.layers import Factors
+from darkroom.models.adapters.adapter import Adapter, Factors, names_of
 from darkroom.models.adapters.read import adaptable, read_adapter, write_adapter
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs import core as core_module

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from darkroom.errors import CheckpointError, RecipeError
+from darkroom.errors import CheckpointError, DamagedCheckpoint, RecipeError
 from darkroom.train.checkpoint.storage import Kept, RemotePlace, newest
 from darkroom.train.distributed.ranks import ALONE
 from darkroom.train.run import export, train
@@ -135,6 +135,22 @@ def test_a_damaged_newest_is_passed_over_aloud(url: str, tmp_path: Path, key: st
     place.forget()  # the copy that was read before is whole
     with pytest.raises(CheckpointError, match="none of 2 checkpoints"):
         newest([place], said.append, ALONE)
+
+
+def test_a_copy_is_read_again_only_while_it_is_that_checkpoint(tmp_path: Path) -> None:
+    """Whichever of two manifests comes first in order: the address counts, not what was read before."""
+    place = RemotePlace(f"file://{tmp_path}/store", tmp_path / "run")
+    place.prepare()
+    for value in (1.0, 2.0, 1.0):
+        place.write_share(20, "t", 0, 1, tensors(value), {})
+        place.complete(20, "t", 1, {"k": value}, 1)
+        read = place.load(place.kept()[0])
+        assert (read.scalars, float(read.tensors["weights"]["unet.a"][0, 0])) == ({"k": value}, value)
+    (tmp_path / "store" / "step-00000020.t" / "weights.safetensors").unlink()
+    assert place.load(place.kept()[0]).scalars == {"k": 1.0}  # the copy, which is whole
+    place.forget()
+    with pytest.raises(DamagedCheckpoint, match="no such object"):
+        place.load(place.kept()[0])
 
 
 def test_a_store_that_fails_is_no_damage(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ from darkroom.plan.training import profile_recipe
 from darkroom.recipe import Recipe
 from darkroom.run import Run
 from darkroom.train import train
-from darkroom.train.jobs import Pinned, TrainingSetup
+from darkroom.train.jobs import Pinned, TrainingSetup, flops_per_image
 from darkroom.train.setup import make_job
-from darkroom.train.speed import flops_per_image
 from train.conftest import MakeRecipe
 from train.subjects import check_resumes_exactly
 

@@ -25,8 +25,20 @@ from darkroom.data.images import EXTENSIONS, MAX_PIXELS, PILLOW_MAX_PIXELS, Pict
 from darkroom.data.importers.folder import METADATA, FolderSource
 from darkroom.data.importers.mds import MdsSource, indices_in
 from darkroom.data.importers.parquet import ParquetSource, parquets_in
-from darkroom.data.importers.rows import ExtraColumns, PassedPicture, finish_widening, table, widen
-from darkroom.data.importers.source import Columns, Item, PartRead, Problem, Sample, Source, paths_below
+from darkroom.data.importers.source import (
+    Columns,
+    ExtraColumns,
+    Item,
+    PartRead,
+    PassedPicture,
+    Problem,
+    Sample,
+    Source,
+    finish_widening,
+    paths_below,
+    table,
+    widen,
+)
 from darkroom.data.importers.webdataset import WebdatasetSource, tars_in
 from darkroom.data.purging import preparing
 from darkroom.data.seen import SeenIds, short_id

@@ -1,7 +1,8 @@
 """Adapters: LoRA and its kin, read from every common layout, merged, written, and held in a bank.
 
-`adapter` is what one is; `read` opens files, `keys` and `layers` know the layouts, `metadata` what a file
-says of itself; `files` looks through folders; `export` writes; `bank` holds many at once, chosen row by row.
+`adapter` is what one is and does to a layer; `read` opens files, `keys` knows the layouts, `metadata` what a
+file says of itself; `files` looks through folders; `export` writes; `bank` holds many at once, chosen row by
+row.
 """
 
 from darkroom.models.adapters.adapter import Adapter

@@ -29,9 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from darkroom.errors import ModelError
 from darkroom.hardware import accelerator
-from darkroom.models.adapters.adapter import Adapter
-from darkroom.models.adapters.blocks import Blocks, by_layer
-from darkroom.models.adapters.layers import Factors, Layer, magnitude_side
+from darkroom.models.adapters.adapter import Adapter, Blocks, Factors, Layer, by_layer, magnitude_side
 from darkroom.models.adapters.read import changeable, check_untouched, fit
 
 if TYPE_CHECKING:

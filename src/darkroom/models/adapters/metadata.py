@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 import regex
 
 from darkroom.errors import ModelError
-from darkroom.models.adapters.adapter import ARCHITECTURES, KOHYA_BASES
+from darkroom.models.adapters.adapter import ARCHITECTURES, KOHYA_BASES, scale_of
 from darkroom.models.adapters.files import shown
-from darkroom.models.adapters.layers import scale_of
 
 if TYPE_CHECKING:
     from darkroom.models.adapters.adapter import Adapter

@@ -20,7 +20,15 @@ import torch
 from torch import nn
 
 from darkroom.errors import ModelError
-from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.adapter import (
+    Adapter,
+    Factors,
+    Layer,
+    factors_rank,
+    fold_middle,
+    magnitude_side,
+    scale_of,
+)
 from darkroom.models.adapters.files import open_tensors, save_tensors, shown
 from darkroom.models.adapters.keys import (
     diffusers_keys,
@@ -29,14 +37,6 @@ from darkroom.models.adapters.keys import (
     layout_of,
     numbered_layers,
     split_key,
-)
-from darkroom.models.adapters.layers import (
-    Factors,
-    Layer,
-    factors_rank,
-    fold_middle,
-    magnitude_side,
-    scale_of,
 )
 from darkroom.models.adapters.metadata import Alphas, header, read_alphas
 

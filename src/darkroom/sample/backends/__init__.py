@@ -1,8 +1,8 @@
 """Backends: what computes the U-Net and the VAE behind the one denoising loop.
 
-`backend` says what a backend is and `open_backend` opens one. `eager` is PyTorch as it stands; `exported`
-is what ONNX Runtime (`onnx_engine`) and OpenVINO (`openvino_engine`) share: modules in the form of `shells`,
-kept in the `cache`.
+`open_backend` opens one. `backend` says what a backend is and holds PyTorch's; `exported` is what ONNX
+Runtime (`onnx_engine`) and OpenVINO (`openvino_engine`) share: modules in the form of `shells`, kept in a
+cache.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from darkroom import options
 from darkroom.errors import InputError
 from darkroom.models.model import NAMES
 from darkroom.options import BACKENDS
-from darkroom.sample.backends.backend import Backend
-from darkroom.sample.backends.eager import open_compiled, open_torch, torch_backend, unet_call
+from darkroom.sample.backends.backend import Backend, open_compiled, open_torch, torch_backend, unet_call
 from darkroom.sample.backends.exported import ExportEngine, open_exported
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def _check_pair(
     name: str, model: Model, optimise: Sequence[str] | str, device: torch.device | str | None
 ) -> None:
     """InputError where the backend cannot compute in the precision that the model has, or is cast to."""
-    from darkroom.sample.optimisations.choose import loading
+    from darkroom.sample.optimisations.table import loading
 
     weight = next(model.unet.parameters())  # type: ignore[union-attr]
     where = weight.device if device is None else torch.device(device)

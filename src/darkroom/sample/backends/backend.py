@@ -1,21 +1,27 @@
-"""`Backend`: what the denoising loop drives, whatever computes behind it.
+"""`Backend`: what the denoising loop drives, whatever computes behind it. And the `torch` one: the model's
+own modules, as they are, as optimisations changed them, or compiled.
 
 Shapes: B rows, C H W latents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
 
+from darkroom.models.adapters.bank import SLOTS, WEIGHTS, rows_of
+from darkroom.models.control import take_residuals
 from darkroom.sample.denoise import Unet
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
+    from darkroom.sample.optimisations.applied import Applied
 
 Decode = Callable[[torch.Tensor], list[Image.Image]]
 Encode = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -49,3 +55,102 @@ class Backend:
     """Why they were chosen, where `auto` chose."""
     guidance_interval: tuple[float, float] | None = None
     """Noise levels between which guidance is on."""
+
+
+def unet_call(unet: Any) -> Unet:
+    """A diffusers U-Net as the denoising loop calls it, in the precision of its weights.
+
+    Where rows have adapters, the bank that the U-Net is in applies them.
+    """
+    dtype = next(unet.parameters()).dtype
+
+    def call(
+        x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """[B, C, h, w] to [B, C, h, w] in the model's precision, with adapters and added states."""
+        added = dict(added)
+        guidance = added.pop("timestep_cond", None)
+        slots, weights = added.pop(SLOTS, None), added.pop(WEIGHTS, None)
+        residuals = take_residuals(added)
+        with nullcontext() if slots is None else rows_of(unet).applied(slots, weights):
+            out: torch.Tensor = unet(
+                x.to(dtype),
+                t,
+                encoder_hidden_states=text,
+                timestep_cond=guidance,
+                added_cond_kwargs=added or None,
+                return_dict=False,
+                **residuals,
+            )[0]
+        return out
+
+    return call
+
+
+def open_torch(
+    model: Model, optimise: Sequence[str] | str = (), device: torch.device | str | None = None
+) -> Backend:
+    """The model's modules as a backend, with the optimisations that `optimise` names in place.
+
+    The model itself stays as it is: look-alikes of its modules are changed. `device` is where the work
+    is done if that is not where the weights lie.
+    """
+    from darkroom.sample.optimisations.table import optimise as put_in_place
+
+    applied = put_in_place(model, optimise, device)
+    return torch_backend(applied)
+
+
+def torch_backend(applied: Applied) -> Backend:
+    """A model with its optimisations in place, as a backend."""
+    dtype = next(applied.model.unet.parameters()).dtype  # type: ignore[union-attr]
+    return Backend(
+        "torch",
+        applied.unet(unet_call),
+        decode=applied.decode,
+        encode=applied.encode,
+        device=applied.device,
+        dtype=dtype,
+        precision=str(dtype).removeprefix("torch."),
+        notes=applied.notes,
+        times_s=applied.times_s,
+        model=applied.model,
+        optimised=applied.names,
+        reasons=applied.reasons,
+        guidance_interval=applied.guidance_interval,
+    )
+
+
+def open_compiled(
+    model: Model,
+    optimise: Sequence[str] | str,
+    device: torch.device | str | None,
+    notice: Callable[[str], None],
+) -> Backend:
+    """The torch backend with `compile` among its optimisations; its first call compiles.
+
+    Compiled code stays in PyTorch's own cache folder, so the next process starts quicker.
+    """
+    names = [optimise] if isinstance(optimise, str) else list(optimise)
+    if not any(part.strip().partition(":")[0] == "compile" for name in names for part in name.split(",")):
+        names.append("compile")
+    backend = open_torch(model, names, device)
+    backend.name = "compile"
+    backend.unet = _first_call_told(backend.unet, backend.times_s, notice)
+    return backend
+
+
+def _first_call_told(unet: Unet, times_s: dict[str, float], notice: Callable[[str], None]) -> Unet:
+    def call(
+        x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """The compiled call; the first one is timed and announced."""
+        if "compile unet" in times_s:
+            return unet(x, t, text, added)
+        notice("the U-Net is compiled at its first call; at full size this takes minutes")
+        start = time.perf_counter()
+        out = unet(x, t, text, added)
+        times_s["compile unet"] = time.perf_counter() - start
+        return out
+
+    return call

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from darkroom.errors import DarkroomError, MissingExtra
-from darkroom.models.latents import LatentScaling
+from darkroom.models.model import LatentScaling
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Row, Unet, denoise
 from darkroom.sample.likeness import levels, psnr, ssim

@@ -1,14 +1,26 @@
 """Optimisations by name, each on or off, in any combination that makes sense.
 
-`table` holds them; `choose` picks and refuses; `applied` holds what was made of the model. How each works
-stands by subject: `precision`, `attention`, `compiled`, `smaller` and `vae` (memory), `tiny_vae`, `steps` and
-`deep` (feature cache).
+`table` holds them, chooses and refuses; `applied` holds what one is and what was made of the model. How each
+works stands by subject: `precision` (and memory), `attention`, `compiled`, `offload`, `vae`, `tiny_vae` and
+`steps`.
 """
 
-from darkroom.sample.optimisations.applied import Applied, Choice
-from darkroom.sample.optimisations.choose import (
+from darkroom.sample.optimisations.applied import (
+    KINDS,
+    LOSSLESS,
+    LOSSY,
+    OTHER,
+    STATED,
+    Applied,
+    Choice,
+    ComputeTarget,
+    Optimisation,
+)
+from darkroom.sample.optimisations.steps import interval_of
+from darkroom.sample.optimisations.table import (
     AUTO,
     NONE,
+    OPTIMISATIONS,
     check,
     conflict,
     loading,
@@ -16,17 +28,6 @@ from darkroom.sample.optimisations.choose import (
     parse,
     place_of,
 )
-from darkroom.sample.optimisations.optimisation import (
-    KINDS,
-    LOSSLESS,
-    LOSSY,
-    OTHER,
-    STATED,
-    ComputeTarget,
-    Optimisation,
-)
-from darkroom.sample.optimisations.steps import interval_of
-from darkroom.sample.optimisations.table import OPTIMISATIONS
 
 __all__ = [
     "AUTO",

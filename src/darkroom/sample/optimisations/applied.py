@@ -1,4 +1,4 @@
-"""`Applied`: a model with optimisations in place, and how it is handed to the torch backend.
+"""`Optimisation`, one by name; and `Applied`: a model with some in place, and how the torch backend gets it.
 
 The model that was given is never changed. What an optimisation changes is a look-alike of the module: the
 same structure anew, around the same weights. Letting go of it undoes everything, and a model used twice
@@ -8,7 +8,7 @@ keeps nothing of the first use.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,10 @@ import torch
 from PIL import Image
 from torch import nn
 
+from darkroom.hardware.accelerator import capability
+from darkroom.libraries import quiet
 from darkroom.models.adapters.bank import take_rows
-from darkroom.models.mapped import cast_opened
-from darkroom.models.quiet import quiet
+from darkroom.models.tensor_file import cast_opened
 from darkroom.sample.denoise import Unet
 from darkroom.sample.optimisations.vae import VaeFront
 from darkroom.sample.pictures import decode, decode_pixels, encode, free_on_card
@@ -182,3 +183,58 @@ def _in_parts(call: Unet, rows: int) -> Unet:
         return torch.cat(parts)
 
     return split
+
+
+LOSSLESS, STATED, LOSSY, OTHER = "lossless", "stated", "lossy", "another model"
+KINDS = {
+    LOSSLESS: "the same picture but for rounding: within 2/255 in float32",
+    STATED: "the same picture but for the rounding of a shorter number",
+    LOSSY: "another picture of the same; the benches say how far off",
+    OTHER: "another model's picture",
+}
+
+
+@dataclass(frozen=True)
+class ComputeTarget:
+    """What an optimisation is asked to work on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Of the U-Net's weights as they were given."""
+    is_dit: bool = False
+    """Whether a diffusion transformer stands in the U-Net's place."""
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether it is a CUDA or ROCm card."""
+        return self.device.type == "cuda"
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Of the NVIDIA card: (8, 0) is Ampere, (8, 9) Ada, (9, 0) Hopper; (0, 0) elsewhere."""
+        return capability(self.device)
+
+
+@dataclass(frozen=True)
+class Optimisation:
+    """One optimisation: what it is, where it works, what excludes it, and how it is put in place."""
+
+    name: str
+    kind: str
+    says: str
+    """What it does, in a few words."""
+    apply: Callable[[Applied, str], None]
+    """Puts it in place; the text is what stood behind the colon. InputError for a wrong one."""
+    lacks: Callable[[ComputeTarget], str | None] = lambda place: None
+    """Why it cannot work there; None where it can."""
+    excludes: Mapping[str, str] = field(default_factory=dict)
+    """What it excludes, and why. One side of a pair is enough."""
+    argument: str = ""
+    """How its argument is written; empty where it takes none."""
+    needs_unet: bool = False
+    """Whether it is of a U-Net's own parts, which a diffusion transformer does not have."""
+
+
+def needs_cuda(what: str) -> Callable[[ComputeTarget], str | None]:
+    """For optimisations that only a CUDA (or ROCm) device can do."""
+    return lambda place: None if place.on_cuda else f"{what}; this is {place.device.type}"

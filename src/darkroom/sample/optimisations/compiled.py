@@ -24,8 +24,7 @@ from darkroom.errors import InputError
 from darkroom.models.adapters.bank import SLOTS, rows_of
 from darkroom.models.compiling import MOST_SHAPES, Compiled, CompiledBlocks
 from darkroom.sample.denoise import Unet
-from darkroom.sample.optimisations.applied import Applied, CallOf
-from darkroom.sample.optimisations.optimisation import ComputeTarget
+from darkroom.sample.optimisations.applied import Applied, CallOf, ComputeTarget
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CAPTURE_WARMUP = 3

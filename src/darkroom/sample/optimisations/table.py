@@ -1,17 +1,35 @@
-"""The table of optimisations, in the order in which they are put in place."""
+"""The table of optimisations, in the order in which they are put in place; and `optimise`, which chooses
+from it: names to a model with those in place, or the reason why not.
+"""
 
 from __future__ import annotations
 
-from darkroom.sample.optimisations import attention, compiled, offload, precision, smaller, steps, streamed
-from darkroom.sample.optimisations.optimisation import (
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import torch
+
+from darkroom.errors import InputError
+from darkroom.hardware.accelerator import kind_of
+from darkroom.models.adapters.bank import ROWS
+from darkroom.models.image_attention import ImageAttention
+from darkroom.sample.optimisations import attention, compiled, offload, precision, steps
+from darkroom.sample.optimisations.applied import (
     LOSSLESS,
     LOSSY,
     OTHER,
     STATED,
+    Applied,
+    Choice,
+    ComputeTarget,
     Optimisation,
     needs_cuda,
 )
 from darkroom.sample.optimisations.tiny_vae import tiny_vae
+
+if TYPE_CHECKING:
+    from darkroom.models.model import Model
 
 ONE_TYPE = "weights have one type"
 ONE_OFFLOAD = "weights wait in one way"
@@ -79,9 +97,9 @@ OPTIMISATIONS: dict[str, Optimisation] = {
             },
             needs_unet=True,
         ),
-        Optimisation("vae_slicing", LOSSLESS, "one picture at a time through the VAE", smaller.vae_slicing),
+        Optimisation("vae_slicing", LOSSLESS, "one picture at a time through the VAE", precision.vae_slicing),
         Optimisation(
-            "vae_tiling", LOSSY, "large pictures through the VAE in blended tiles", smaller.vae_tiling,
+            "vae_tiling", LOSSY, "large pictures through the VAE in blended tiles", precision.vae_tiling,
             argument="PIXELS",
         ),
         Optimisation(
@@ -90,11 +108,11 @@ OPTIMISATIONS: dict[str, Optimisation] = {
             argument="FOLDER",
         ),
         Optimisation(
-            "int8", LOSSY, "large linear layers in 8-bit integers", smaller.int8, smaller.lacks_int8,
+            "int8", LOSSY, "large linear layers in 8-bit integers", precision.int8, precision.lacks_int8,
             argument="dynamic|weights",
         ),
         Optimisation(
-            "fp8", LOSSY, "large linear layers in 8-bit floating point", smaller.fp8, smaller.lacks_fp8,
+            "fp8", LOSSY, "large linear layers in 8-bit floating point", precision.fp8, precision.lacks_fp8,
             excludes={"int8": ONE_TYPE}, argument="dynamic|weights",
         ),
         Optimisation(
@@ -115,7 +133,7 @@ OPTIMISATIONS: dict[str, Optimisation] = {
         ),
         Optimisation(
             "offload_mmap", LOSSLESS, "each layer read from its file for its own call",
-            streamed.offload_mmap, streamed.lacks_mmap,
+            offload.offload_mmap, offload.lacks_mmap,
             excludes={
                 "int8": HOOKS, "fp8": HOOKS, "channels_last": FROM_FILES, "fused_qkv": FROM_FILES,
                 "lcm": "merged weights lie in no file", "autocast": ONE_TYPE,
@@ -174,3 +192,165 @@ OPTIMISATIONS: dict[str, Optimisation] = {
         ),
     )
 }  # fmt: skip
+
+
+AUTO, NONE = "auto", "none"
+
+
+def optimise(
+    model: Model,
+    names: Sequence[str] | str = AUTO,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Applied:
+    """Put named optimisations in place; the model itself stays as it is.
+
+    `names` are those of `OPTIMISATIONS`, an argument after a colon (`feature_cache:3`), `auto` for the
+    best lossless set for the device, `none` for the model as it is; one text may hold several, with
+    commas. `device` is where the work is done, the weights' own device unless said; `dtype` what it is
+    done in, the weights' own type unless said. InputError for names that are unknown, do not go together,
+    or cannot work on the device.
+    """
+    place = place_of(model, device)
+    choices = parse(names)
+    reasons: list[str] = []
+    if any(choice.name == AUTO for choice in choices):
+        chosen_names = {choice.name for choice in choices}
+        choices, reasons = _with_auto(choices, place)
+        if (
+            hasattr(model.unet, ROWS) or _has_own_attention(model)
+        ) and "fused_qkv" not in chosen_names:  # a fused layer would pass adapters by
+            choices = [choice for choice in choices if choice.name != "fused_qkv"]
+    check(choices, place)
+    _check_attention(model, choices)
+    ordered = sorted(choices, key=lambda choice: list(OPTIMISATIONS).index(choice.name))
+    applied = Applied(model, place.device, tuple(ordered), reasons=reasons)
+    if place.device != _lies(model) and not _offloads(choices):
+        for module in applied.own_all().values():
+            module.to(place.device)
+    if dtype is not None:
+        applied.cast(dtype)
+    for choice in ordered:
+        OPTIMISATIONS[choice.name].apply(applied, choice.argument)
+    return applied
+
+
+def _has_own_attention(model: Model) -> bool:
+    """Whether IP-Adapters or LLLites are installed in the U-Net's attentions."""
+    processors = getattr(model.unet, "attn_processors", {})
+    return any(isinstance(processor, ImageAttention) for processor in processors.values())
+
+
+def _check_attention(model: Model, choices: Iterable[Choice]) -> None:
+    """InputError for optimisations that would put another attention in the place of that of nets."""
+    others = ("fused_qkv", "unfused_attention", "attention_slicing", "fused_attention:xformers")
+    found = next((choice for choice in map(str, choices) if choice.startswith(others)), None)
+    if found is not None and _has_own_attention(model):
+        raise InputError(f"IP-Adapters or LLLites with {found}", mend=f"leave {found} out")
+
+
+def _offloads(choices: Iterable[Choice]) -> bool:
+    """Whether weights wait in main memory."""
+    return any(choice.name.startswith("offload_") for choice in choices)
+
+
+def loading(
+    names: Sequence[str] | str, device: torch.device, *, limited: bool = False
+) -> tuple[torch.dtype | None, torch.device]:
+    """How to load a model for these optimisations: the type that they cast to, None for any other, and the
+    device. What will be offloaded, or may be because memory is `limited`, is loaded into main memory.
+    """
+    choices = parse(names)
+    types = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    dtype = next((types[choice.name] for choice in choices if choice.name in types), None)
+    waits = kind_of(device).own_memory and (limited or _offloads(choices))
+    return dtype, torch.device("cpu") if waits else device
+
+
+def _lies(model: Model) -> torch.device:
+    device: torch.device = next(model.unet.parameters()).device  # type: ignore[union-attr]
+    return device
+
+
+def place_of(model: Model, device: torch.device | str | None = None) -> ComputeTarget:
+    """Where a model's work is done, and the type of its U-Net."""
+    weight = next(model.unet.parameters())  # type: ignore[union-attr]
+    where = torch.device(device) if device is not None else weight.device
+    return ComputeTarget(where, weight.dtype, model.is_dit)
+
+
+def parse(names: Sequence[str] | str) -> list[Choice]:
+    """Names as they were given, to choices. InputError for one that is unknown or said twice."""
+    texts = [names] if isinstance(names, str) else list(names)
+    parts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
+    choices = [Choice(*map(str, part.partition(":")[::2])) for part in parts if part != NONE]
+    for choice in choices:
+        if choice.name == AUTO and not choice.argument:
+            continue
+        if choice.name not in OPTIMISATIONS:
+            raise InputError(f"optimise '{choice.name}'", allowed=", ".join((AUTO, NONE, *OPTIMISATIONS)))
+        if choice.argument and not OPTIMISATIONS[choice.name].argument:
+            raise InputError(f"optimise '{choice}'", allowed=f"{choice.name}, without an argument")
+    chosen_names = [choice.name for choice in choices]
+    if doubled := next((name for name in chosen_names if chosen_names.count(name) > 1), None):
+        raise InputError(f"optimise names '{doubled}' twice", mend="say it once")
+    return choices
+
+
+def check(choices: Iterable[Choice], place: ComputeTarget) -> None:
+    """InputError where a choice cannot work on the device, or two exclude each other."""
+    for choice in choices:
+        if place.is_dit and OPTIMISATIONS[choice.name].needs_unet:
+            raise InputError(f"optimise '{choice}' with a diffusion transformer", mend="leave it out")
+        if lack := OPTIMISATIONS[choice.name].lacks(place):
+            raise InputError(f"optimise '{choice}': {lack}")
+    for one, other in combinations(choices, 2):
+        if reason := conflict(one.name, other.name):
+            raise InputError(f"optimise '{one}' with '{other}': {reason}", mend="leave one of them out")
+
+
+def conflict(one: str, other: str) -> str | None:
+    """Why two optimisations do not go together; None where they do."""
+    return OPTIMISATIONS[one].excludes.get(other) or OPTIMISATIONS[other].excludes.get(one)
+
+
+def best(place: ComputeTarget) -> dict[str, str]:
+    """What `auto` takes on a device, each with its reason. All of it is lossless."""
+    picked = {
+        "fused_attention": "never slower, and holds no scores",
+        "lean": "the same operations with less Python around them",
+    }
+    if place.on_cuda:
+        picked["fused_qkv"] = "fewer and larger products"
+        if place.dtype != torch.float32:
+            picked["channels_last"] = "tensor cores read channels innermost"
+    return picked
+
+
+def left_out(place: ComputeTarget) -> dict[str, str]:
+    """Lossless ones that `auto` leaves to the user, each with its reason."""
+    slow_start = "compiling takes longer than a few pictures"
+    if place.on_cuda:
+        return {"compile": slow_start, "cuda_graphs": "holds the memory of every size it meets"}
+    return {"channels_last": "gains nothing here", "fused_qkv": "gains nothing here", "compile": slow_start}
+
+
+def _with_auto(choices: list[Choice], place: ComputeTarget) -> tuple[list[Choice], list[str]]:
+    """The choices with `auto` replaced by what it takes besides the others."""
+    named = [choice for choice in choices if choice.name != AUTO]
+    taken, reasons = list(named), []
+    for name, reason in best(place).items():
+        if name in {choice.name for choice in named}:
+            continue
+        against = next((c.name for c in named if conflict(name, c.name)), None)
+        if place.is_dit and OPTIMISATIONS[name].needs_unet:
+            reasons.append(f"auto leaves out {name}: it is of U-Nets")
+            continue
+        if against or OPTIMISATIONS[name].lacks(place):
+            reasons.append(f"auto leaves out {name}: not with {against}")
+            continue
+        taken.append(Choice(name))
+        reasons.append(f"auto picks {name}: {reason}")
+    have = {choice.name for choice in taken}
+    reasons += [f"auto leaves out {name}: {why}" for name, why in left_out(place).items() if name not in have]
+    return taken, reasons

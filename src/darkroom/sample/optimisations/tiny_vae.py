@@ -80,7 +80,8 @@ def load_tiny(source: str) -> TinyFront:
     if "blocks_per_stage_decoder" in config:
         decoder = _numbered(Path(source), config)
         return TinyFront(decoder, int(config["latent_channels"]), int(config["downscale"]))
-    from darkroom.models.hub import fetch, is_hub_id
+    from darkroom.models.hub import fetch
+    from darkroom.models.reference import is_hub_id
 
     if not Path(source).is_dir() and is_hub_id(source):
         source = str(
@@ -102,8 +103,8 @@ def _factor(tiny: Any) -> int:
 
 def _of_diffusers(source: str) -> Any:
     """diffusers' AutoencoderTiny in a folder."""
+    from darkroom.libraries import quiet
     from darkroom.models.parts import AutoencoderTiny
-    from darkroom.models.quiet import quiet
 
     try:
         with quiet():

@@ -33,10 +33,13 @@ from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import MAX_SEED, MOST_CONTROLS, AdapterChoice, ControlGiven, Job, PictureRequest
 from darkroom.serve.settings import VertexRoutes
+from darkroom.serve.status import ModelCard
 
 MOST_BYTES = 1_400_000
 """Of all pictures of an answer in base64: the public endpoint ends at 1.5 MB."""
-QUALITIES = (95, 90, 85, 80, 70, 60, 50, 40, 30)
+QUALITIES = (95, 90, 85, 80, 70, 60, 50, 40, 30, 20, 10, 5, 1)
+PIXEL_BYTES, PICTURE_BYTES = 0.06, 12_000
+"""Of a JPEG of noise at the least quality; and of the credentials of one, which hold its texts besides."""
 ROUTE = r"/[A-Za-z0-9_./:@-]*"
 
 
@@ -133,6 +136,7 @@ def vertex_router(core: Core) -> APIRouter:
             raise Refused(
                 422, "over_limit", f"instances: at most {core.limits.pictures} pictures", param="instances"
             )
+        check_answer(body, core.card(body.parameters.model))
         uploads = await with_controls(body.parameters.controls)
         jobs = await all_made(core, request, body.requests(), uploads=uploads)
         jpegs = await asyncio.to_thread(small_enough, await pngs_of(core, jobs), provenance=core.provenance)
@@ -153,6 +157,18 @@ def _predictions(body: PredictRequest, jobs: list[Job], pictures: list[str]) -> 
         else {"output": picture, "seed": seed}
         for one, picture, seed in zip(asked, pictures, seeds, strict=True)
     ]
+
+
+def check_answer(body: PredictRequest, card: ModelCard) -> None:
+    """422 where the pictures might not fit into one answer: before the first of them is drawn."""
+    parameters = body.parameters
+    width, height = parameters.width or card.width, parameters.height or card.height
+    texts = max(len(f"{one.prompt}{one.negative}".encode()) for one in body.requests())
+    each = width * height * PIXEL_BYTES + PICTURE_BYTES + 2 * texts
+    most = int(MOST_BYTES * 3 / 4 / each)
+    if len(body.instances) * parameters.sampleCount > most:
+        message = f"at most {most} pictures of {width}x{height} fit into an answer of 1.5 MB"
+        raise Refused(422, "too_large", message, param="instances")
 
 
 def small_enough(

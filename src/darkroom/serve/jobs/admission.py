@@ -18,7 +18,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from darkroom.errors import DarkroomError, InputError
-from darkroom.models.adapters.blocks import by_layer
+from darkroom.models.adapters.adapter import by_layer
 from darkroom.models.upscaler import Upscalers
 from darkroom.picture_settings import DEFAULT_STEPS, PLAIN_UPSCALERS
 from darkroom.sample.adapters import Tag, read_tags

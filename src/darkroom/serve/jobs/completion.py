@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from darkroom.errors import DarkroomError, InputError, install_extra
-from darkroom.sample.provenance import EXTRA, Provenance
+from darkroom.errors import DarkroomError, InputError
+from darkroom.sample.provenance import Provenance, how_to_sign
 from darkroom.serve import logs
 from darkroom.serve.engine.tickets import EngineJob
 from darkroom.serve.errors import Refused, say
@@ -42,7 +42,7 @@ def _opened_provenance(settings: ServeSettings) -> Provenance | None:
         return None
     made = Provenance.opened(settings.sign, settings.state / "certificate.pem", say=settings.credentials)
     if not made.signs:
-        LOG.info("pictures get a watermark and no credentials: %s brings them", install_extra(EXTRA))
+        LOG.info("pictures get a watermark and no credentials: %s", how_to_sign())
     return made
 
 

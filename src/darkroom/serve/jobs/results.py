@@ -277,10 +277,10 @@ class ResultWriter:
         work.files[index].add_done_callback(lambda file: self._checked(work, file))
 
     def _checked(self, work: EngineJob, file: Future[bytes]) -> None:
-        """A picture that is withheld ends its job: what is left of it need not be drawn."""
-        if not file.cancelled() and isinstance(error := file.exception(), Withheld) and not work.over:
+        """A picture that is withheld, or that a hook fails at, ends its job: the rest need not be drawn."""
+        if not file.cancelled() and (error := file.exception()) is not None and not work.over:
             with suppress(RuntimeError):  # the pool is closed: the job runs again
-                self._pool.submit(self._fail, work, "withheld", str(error))
+                self._pool.submit(self._fail_by, work, error)
 
     def keep(self, work: EngineJob) -> None:
         """Write a work's pictures and end its job."""
@@ -292,11 +292,17 @@ class ResultWriter:
                 self._store_pictures(work)
             except _ClosedError:
                 raise
-            except Withheld as error:
+            except Exception as error:
+                self._fail_by(work, error)
+
+    def _fail_by(self, work: EngineJob, error: BaseException) -> None:
+        """End a job whose pictures nobody gets; why is for the log alone, but what a hook withholds."""
+        with suppress(_ClosedError):
+            if isinstance(error, Withheld):
                 self._fail(work, "withheld", str(error))
-            except Exception:
-                LOG.exception("job %s could not be stored", work.uid)
-                self._fail(work, "failed", "the pictures could not be stored")
+                return
+            LOG.error("job %s could not be stored", work.uid, exc_info=error)
+            self._fail(work, "failed", "the pictures could not be stored")
 
     def _store_pictures(self, work: EngineJob) -> None:
         # Those were asked for before this was, so a thread has them already.

@@ -24,8 +24,7 @@ from darkroom.models.model import Model
 from darkroom.recipe.sections import DataSettings, TrainSettings
 from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.model import size_unit
-from darkroom.train.tasks.diffusion import SIZES, Columns, Task
-from darkroom.train.tasks.preference import Preference
+from darkroom.train.tasks.diffusion import SIZES, Columns, Preference, Task
 
 Feed = Callable[[int], AbstractContextManager[Iterator[Columns]]]
 """Opens the stream of global batches from step k on."""

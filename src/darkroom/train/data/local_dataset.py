@@ -25,7 +25,7 @@ from darkroom.errors import RecipeError
 from darkroom.hardware.system import atomic_replace, remove_tree
 from darkroom.run import write_whole
 from darkroom.train.data.feed import LOSS_WEIGHT, PROMPT, SET, check_repeats
-from darkroom.train.data.masks import COLUMN, alpha_of
+from darkroom.train.tasks.diffusion import COLUMN, alpha_of
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model

@@ -21,7 +21,7 @@ from darkroom.prepare.encoders import TextEncoder, encoder_settings
 from darkroom.prepare.job import prepare
 from darkroom.train.data.feed import inline_step
 from darkroom.train.data.local_dataset import has_own_store, open_store
-from darkroom.train.data.masks import COLUMN, Masks
+from darkroom.train.tasks.diffusion import COLUMN, Masks
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import DataSettings

@@ -1,4 +1,5 @@
-"""The processes that train together: who they are, what they tell each other, and who of them hangs.
+"""The processes that train together: who they are, what they tell each other, who of them hangs, and how they
+are asked to stop: by Ctrl-C, SIGTERM, or an event where signals do not come.
 
 A rank is one process with one device. They are started by `torchrun` (or `darkroom train --engine torchrun`);
 NCCL carries what lies on GPUs, gloo what lies on CPUs. Nothing is pickled between them: JSON goes as bytes.
@@ -480,3 +481,27 @@ def _why(failures: dict[int, Any]) -> DarkroomError:
     codes = [failure.exitcode for failure in failures.values() if failure.exitcode > 0]
     failed = [code for code in codes if code != LOST]
     return ProcessesFailed(failed[0] if failed else 1)
+
+
+STOP = threading.Event()  # asks for a stop where signals do not come: training in a thread
+
+
+class StopRequest:
+    """Whether Ctrl-C or SIGTERM came. A second one ends the process; `kept` says what is left then."""
+
+    def __init__(self, kept: Callable[[], str]) -> None:
+        self._noted, self._kept = False, kept
+
+    @property
+    def asked(self) -> bool:
+        """Whether one came, or `STOP` was set."""
+        return self._noted or STOP.is_set()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note the signals instead of dying of them; in another thread than the main one nothing is done."""
+        with on_stop_signal(self._note, once=True, kept=self._kept):
+            yield
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = True

@@ -1,30 +1,39 @@
 """What is trained: a task gives the modules, says what it reads, and turns a batch into a loss.
 
 The loop around a task knows nothing of diffusion. Pre-training and every kind of fine-tuning are one class,
-`Diffusion`, with other parameters trained and other pictures read.
+`Diffusion`, with other parameters trained and other pictures read. `Preference` is Diffusion-DPO: an adapter
+that makes pictures more like preferred ones (Wallace et al. 2023). There rows of a batch come in pairs, the
+preferred picture before the other, with one caption, noise and timestep.
 
-Captions arrive with some of them dropped already (empty), and so do prepared text states.
+Captions arrive with some of them dropped already (empty), and so do prepared text states. Masks say where in
+a picture the loss counts, at the size of its latents.
 
-Shapes: B rows of a batch, b of a micro-batch, C latent channels, h and w latent pixels, H and W pixels,
-L tokens, D text width, P pooled width.
+Shapes: B rows of a batch, b of a micro-batch, P pairs of one, C latent channels, h and w latent pixels, H and
+W pixels, L tokens, D text width, P pooled width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 
 from darkroom.data.loader import Draw, ReadSettings
+from darkroom.errors import StoreError
 from darkroom.hardware.accelerator import to_device
 from darkroom.models.model import Model
 from darkroom.prepare.encoders import sample_latents, text_states, tokenize
 from darkroom.recipe.sections import DataSettings, NoiseSettings
 from darkroom.sample.prompts import part_states, part_tokens, with_mean_of
-from darkroom.train.data.masks import Masks
 from darkroom.train.objective import (
     FlowObjective,
     Objective,
@@ -37,6 +46,66 @@ from darkroom.train.tasks.repa import RoutingAndAlignment, draw_bits
 
 if TYPE_CHECKING:
     from darkroom.evaluate.extractors import Extractor
+
+COLUMN = "mask"
+
+
+class Masks:
+    """Reads a batch's masks [B, 1, h, w]: 1 where they are white, `floor` where black; 1 without one.
+
+    They are cut and mirrored as the batch says of its pictures.
+    """
+
+    def __init__(self, column: str, *, factor: int, floor: float) -> None:
+        self.column, self._factor, self._floor = column, factor, floor
+        self._read = lru_cache(maxsize=4096)(self._decoded)
+
+    def __call__(self, columns: Mapping[str, Any], size: Sequence[int]) -> Tensor:
+        height, width = size
+        pictures, places = columns[self.column], columns.get("cut_at")
+        if places is None:
+            rows = [self._read(picture, height, width) for picture in pictures]
+        else:  # each time at another place: nothing to be kept
+            pairs = zip(pictures, places.tolist(), strict=True)
+            rows = [self._decoded(picture, height, width, (u, v)) for picture, (u, v) in pairs]
+        masks_B1hw = torch.stack(rows)
+        if "mirrored" in columns:
+            mirrored = columns["mirrored"]
+            masks_B1hw[mirrored] = masks_B1hw[mirrored].flip(-1)
+        return masks_B1hw
+
+    def _decoded(
+        self, picture: bytes | None, height: int, width: int, at: tuple[float, float] = (0.5, 0.5)
+    ) -> Tensor:
+        if picture is None:
+            return torch.ones(1, height, width)
+        from darkroom.data.images import PictureError, open_picture, resize_crop
+
+        try:
+            image = open_picture(picture).convert("L").convert("RGB")
+        except PictureError as error:
+            raise StoreError(f"column {self.column} holds what is no picture: {error}") from error
+        # Cut as the picture is, then a latent pixel's mean.
+        whole = resize_crop(image, (width * self._factor, height * self._factor), crop=at)
+        grey_hw = np.asarray(whole.convert("L").resize((width, height), Image.Resampling.BOX), np.float32)
+        return torch.from_numpy(self._floor + (1 - self._floor) * grey_hw / 255)[None]
+
+
+def alpha_of(picture: bytes) -> bytes | None:
+    """A picture's transparency as a mask: what is seen is white; None where it has none."""
+    from darkroom.data.images import FORMATS
+
+    image = Image.open(io.BytesIO(picture), formats=FORMATS)
+    if not image.has_transparency_data:
+        return None
+    return png_of(image.convert("RGBA").getchannel("A"))
+
+
+def png_of(image: Image.Image) -> bytes:
+    """A picture's PNG."""
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
 
 
 Columns = Mapping[str, Any]
@@ -432,3 +501,51 @@ def edge_distance(out_b3HW: Tensor, pixels_b3HW: Tensor) -> Tensor:
     across = difference.diff(dim=-1).abs().mean(dim=(1, 2, 3))
     down = difference.diff(dim=-2).abs().mean(dim=(1, 2, 3))
     return across + down
+
+
+class Preference(Diffusion):
+    """Train an adapter on pairs; what it is compared with is the model without it."""
+
+    def __init__(self, *args: Any, beta: float, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._beta = beta
+        self.rows_a_picture = 2
+
+    def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Diffusion-DPO's loss of each row [B], with whether the pair's preferred picture is nearer."""
+        if len(inputs["t"]) % 2:  # one picture, to try a step with, stands for both of its pair
+            inputs = {name: tensor.repeat_interleave(2, dim=0) for name, tensor in inputs.items()}
+        t_b = inputs["t"]
+        own_b = square_error(*self._predict(inputs, t_b), inputs.get("mask"))
+        with torch.no_grad(), without_adapters(self.modules):
+            base_b = square_error(*self._predict(inputs, t_b), inputs.get("mask"))
+        loss_P, right_P = preference_loss(own_b, base_b, self._beta)
+        # Each row has its pair's, so that the mean over rows is that over pairs.
+        return {"loss": loss_P.repeat_interleave(2), "preferred": right_P.repeat_interleave(2)}
+
+
+def preference_loss(own_b: Tensor, base_b: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """-log sigmoid(-beta / 2 ((own_w - base_w) - (own_l - base_l))) of each pair [P], and which are right.
+
+    The errors [b] are those of the preferred (w) and the other picture (l) by turns, of the model that is
+    trained and of the base. As in the paper's own code beta stands for beta T omega.
+    """
+    gap_P2 = (own_b - base_b).view(-1, 2)
+    inside_P = -0.5 * beta * (gap_P2[:, 0] - gap_P2[:, 1])
+    return -F.logsigmoid(inside_P), (inside_P > 0).float().detach()
+
+
+@contextmanager
+def without_adapters(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Within, PEFT's layers pass their additions by."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [m for module in modules.values() for m in module.modules() if isinstance(m, BaseTunerLayer)]
+    flags = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, flag in zip(layers, flags, strict=True):
+            layer._disable_adapters = flag

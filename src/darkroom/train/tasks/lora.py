@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from darkroom.errors import RecipeError
 from darkroom.hardware.system import atomic_replace
 from darkroom.recipe.sections import AdapterSettings
-from darkroom.train.base_precision import BLOCKS, packed_weights
+from darkroom.train.memory import BLOCKS, packed_weights
 
 if TYPE_CHECKING:
     from darkroom.models.adapters.adapter import Adapter
@@ -255,7 +255,7 @@ class Rotation(nn.Module):
         self.oft_blocks = nn.Parameter(blocks)
 
     def forward(self, weight: Tensor) -> Tensor:
-        from darkroom.models.adapters.layers import rotated
+        from darkroom.models.adapters.adapter import rotated
 
         return rotated(self.oft_blocks, weight.float()).to(weight.dtype)
 
@@ -480,8 +480,7 @@ def adapter_of(
     `start` are the values that were taken out of the base: the adapter is what was learned since, of twice
     the rank, so that it goes with the base as it was.
     """
-    from darkroom.models.adapters.adapter import Adapter
-    from darkroom.models.adapters.layers import Factors, Layer
+    from darkroom.models.adapters.adapter import Adapter, Factors, Layer
 
     layers: dict[str, Layer | Factors] = {}
     begun = {} if start is None else dict(_trained_layers(start))

@@ -1,10 +1,13 @@
-"""Imports that wait: what diffusers and transformers import for features that a run may never use.
+"""How torch, diffusers and transformers are loaded: quietly, and without what a run may never use.
 
 Opening a U-Net, VAE and CLIP makes diffusers import torch's compiler, peft, torchao, every transformer and
-every autoencoder it knows, and transformers import scipy: half of the time until the first step.
-`waiting()` lets those imports wait while it is open: a library is replaced by a stand-in whose names import
-the real thing when they are called or read, and a package's `__init__` runs when a name is asked of it that
-only it has. Nothing is missing afterwards, and no class or function of a library is another one.
+every autoencoder it knows, and transformers import scipy: half of the time until the first step. `waiting()`
+lets those imports wait while it is open: a library is replaced by a stand-in whose names import the real
+thing when they are called or read, and a package's `__init__` runs when a name is asked of it that only it
+has. Nothing is missing afterwards, and no class or function of a library is another one.
+
+`limit_spinning` and `hush` are for programs, before torch is imported. Importing this file imports none of
+them.
 """
 
 from __future__ import annotations
@@ -12,21 +15,38 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
+import logging
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
-LIBRARIES = ("boto3", "peft", "scipy", "torchao")
+LIBRARIES = (
+    "boto3",
+    "peft",
+    "scipy",
+    "torchao",
+    "transformers.distributed.checkpoint",
+    "transformers.distributed.expert_parallel",
+    "transformers.distributed.fsdp",
+    "transformers.distributed.parallel_utils",
+    "transformers.distributed.pipeline_parallel",
+    "transformers.distributed.sharding_utils",
+    "transformers.distributed.tensor_parallel",
+)
 """Imported by diffusers, transformers and accelerate for what few of their users do."""
 PACKAGES = (
     "diffusers.hooks",
     "diffusers.models.autoencoders",
     "diffusers.models.transformers",
     "diffusers.models.unets",
+    "transformers.models",
 )
-"""Packages whose `__init__` imports every one of their modules."""
+"""Packages whose `__init__` imports or lists every one of their modules."""
 COMPILER = "torch._dynamo"
 """Imported by diffusers to mark functions and classes for torch.compile."""
 
@@ -68,12 +88,25 @@ class _LateModule(ModuleType):
 class _LatePackage(ModuleType):
     """A package whose `__init__` runs when a name is asked of it that no module of it has put there."""
 
+    def _whole(self) -> ModuleType:
+        """This package after its `__init__` has run, or the module that the `__init__` put in its place."""
+        loader = self.__dict__.pop("_waiting_loader", None)
+        if loader is not None:
+            loader.exec_module(self)
+            parent, _, child = self.__name__.rpartition(".")
+            setattr(sys.modules[parent], child, sys.modules[self.__name__])
+        return sys.modules.get(self.__name__, self)
+
     def __getattr__(self, name: str) -> Any:
-        loader = None if name.startswith("__") else self.__dict__.pop("_waiting_loader", None)
-        if loader is None:
+        waits = "_waiting_loader" in self.__dict__
+        whole = self if name.startswith("__") else self._whole()
+        if whole is self and (name.startswith("__") or not waits):
             raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'")
-        loader.exec_module(self)
-        return getattr(self, name)
+        return getattr(whole, name)
+
+    def __dir__(self) -> list[str]:
+        whole = self._whole()
+        return list(super().__dir__()) if whole is self else dir(whole)
 
 
 class _LateCompiler(ModuleType):
@@ -168,8 +201,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             return spec
         if self.compiler and name.startswith(COMPILER):
             return self._stand_in(name, _LateCompiler if name == COMPILER else _LateModule)
-        library = name.partition(".")[0]
-        if library not in self.libraries:
+        library = next((one for one in self.libraries if f"{name}.".startswith(f"{one}.")), None)
+        if library is None:
             return None
         if name == library and importlib.machinery.PathFinder.find_spec(name, path) is None:
             return None
@@ -180,20 +213,43 @@ class _Finder(importlib.abc.MetaPathFinder):
         return importlib.machinery.ModuleSpec(name, _LateLoader(kind), is_package=True)
 
 
+class _Distributions(Mapping[str, list[str]]):
+    """Which installed distributions each package is of; diffusers asks on import and rarely looks."""
+
+    @cached_property
+    def _found(self) -> Mapping[str, list[str]]:
+        return PACKAGES_DISTRIBUTIONS()
+
+    def __getitem__(self, name: str) -> list[str]:
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+PACKAGES_DISTRIBUTIONS = importlib.metadata.packages_distributions
+
+
 @contextmanager
 def waiting() -> Iterator[None]:
     """Let `LIBRARIES`, torch's compiler and the `__init__` of `PACKAGES` wait while others are imported.
 
     What is imported already stays as it is. On leaving the stand-ins are gone: an import of one of the
-    libraries from then on gets it.
+    libraries from then on gets it. Parallel styles of transformers are registered by importing
+    `transformers.distributed.tensor_parallel` and `expert_parallel`, which its models do not do then.
     """
     finder = _Finder()
     if finder.compiler and _ON_COMPILER not in sys.meta_path:
         sys.meta_path.insert(0, _ON_COMPILER)
     sys.meta_path.insert(0, finder)
+    importlib.metadata.packages_distributions = _Distributions
     try:
         yield
     finally:
+        importlib.metadata.packages_distributions = PACKAGES_DISTRIBUTIONS
         sys.meta_path.remove(finder)
         for name in finder.stand_ins:
             if isinstance(sys.modules.get(name), (_LateModule, _LateCompiler)):
@@ -205,3 +261,41 @@ def _forget(name: str) -> None:
     parent, _, child = name.rpartition(".")
     if parent and vars(sys.modules.get(parent, sys)).get(child) is module:
         delattr(sys.modules[parent], child)
+
+
+def limit_spinning() -> None:
+    """Let OpenMP threads sleep after waiting a little, unless the user set it; torch reads it on import.
+
+    Threads that spin without end make a U-Net step up to 30 times slower on a busy small machine.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
+def hush() -> None:
+    """Let diffusers, transformers, torchao and torch's pytree tell errors only; call it before they load."""
+    for library in ("DIFFUSERS", "TRANSFORMERS"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    for library in ("torchao", "torch.utils._pytree"):  # torchao, where it is, tells of kernels it lacks
+        logging.getLogger(library).setLevel(logging.ERROR)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Only errors, and no progress bars, from diffusers and transformers; what was set before comes back."""
+    with waiting():
+        from diffusers.utils import logging as diffusers_logging
+        from transformers.utils import logging as transformers_logging
+
+    libraries = (diffusers_logging, transformers_logging)
+    before = [library.get_verbosity() for library in libraries]
+    bar_before = transformers_logging.is_progress_bar_enabled()
+    for library in libraries:
+        library.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library, verbosity in zip(libraries, before, strict=True):
+            library.set_verbosity(verbosity)
+        if bar_before:
+            transformers_logging.enable_progress_bar()
