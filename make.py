@@ -127,6 +127,8 @@ def torch_build(
         return "cuda", f"an NVIDIA driver: {driver}; TORCH=cpu for the smaller build"
     if platform == "linux" and shutil.which("rocm_agent_enumerator", path=environ.get("PATH")):
         return "rocm", "AMD's ROCm: rocm_agent_enumerator; TORCH=cpu for the smaller build"
+    if platform == "linux" and (runtime := intel_runtime(root)):
+        return "xpu", f"Intel's GPU and its runtime: {runtime}; TORCH=cpu for the smaller build"
     return "cpu", "no NVIDIA driver and no ROCm here; TORCH=cuda, rocm7.2 or xpu for a build with a GPU"
 
 
@@ -143,6 +145,19 @@ def nvidia_driver(environ: dict[str, str], root: Path = Path("/")) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return f"nvidia-smi, {answer.stdout.splitlines()[0].split(' (')[0]}" if "GPU 0" in answer.stdout else ""
+
+
+def intel_runtime(root: Path = Path("/")) -> str:
+    """The library by which torch reaches Intel's GPUs, where there is one of them.
+
+    Nearly every laptop has such a GPU: who means to compute on it has installed the library.
+    """
+    vendors = (root / "sys/class/drm").glob("renderD*/device/vendor")
+    if not any(file.read_text(encoding="ascii").strip() == "0x8086" for file in vendors):
+        return ""
+    places = ("usr/lib/x86_64-linux-gnu", "usr/lib64", "usr/lib", "usr/local/lib")
+    found = [file for place in places for file in sorted((root / place).glob("libze_intel_gpu.so*"))]
+    return str(found[0]) if found else ""
 
 
 def is_of_build(version: str, build: str, platform: str = sys.platform) -> bool:

@@ -112,6 +112,12 @@ def needs() -> list[str]:
     return [names[name] for name in (*wanted.split(), *SERVES, *FEW)]
 
 
+def torch_floor() -> str:
+    """The oldest torch that darkroom is for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return next(line.partition(">=")[2] for line in project["dependencies"] if name_of(line) == "torch")
+
+
 def name_of(line: str) -> str:
     """The package of a requirement."""
     return re.split(r"[\[<>=~!; ]", line)[0]
@@ -157,8 +163,15 @@ def closed(lines: Sequence[str]) -> list[str]:
 CHECK = """
 import importlib, importlib.metadata as have, json, os, shutil, sys, tempfile
 found = {}
+def numbers(text):
+    return [int("0" + "".join(filter(str.isdigit, part))) for part in text.split(".")]
+def fits(version, bounds):
+    # such as 0.42,<0.43
+    floor, *rest = bounds.split(",")
+    roofs = [numbers(part[1:]) for part in rest if part.startswith("<")]
+    return numbers(version) >= numbers(floor) and all(numbers(version) < roof for roof in roofs)
 for line in json.loads(sys.argv[1]):
-    name, _, floor = line.partition(">=")
+    name, _, bounds = line.partition(">=")
     name = name.partition("[")[0]
     known = {"pillow": "PIL", "pyyaml": "yaml", "nvidia-ml-py": "pynvml"}
     module = known.get(name, name.replace("-", "_"))
@@ -168,12 +181,13 @@ for line in json.loads(sys.argv[1]):
     except Exception as error:
         found[line] = f"{type(error).__name__}: {error}"
         continue
-    numbers = lambda text: [int("0" + "".join(filter(str.isdigit, part))) for part in text.split(".")]
-    if floor and numbers(version) < numbers(floor.split(",")[0]):
+    if bounds and not fits(version, bounds):
         found[line] = f"{version} is installed"
 try:
     import torch
     print(f"Python {sys.version.split()[0]}, torch {torch.__version__}", file=sys.stderr)
+    if not fits(torch.__version__.partition("+")[0], sys.argv[3]):
+        print(f"that torch is older than {sys.argv[3]}: what needs a newer one says so", file=sys.stderr)
     torch.empty(1, device=sys.argv[2])
     if sys.argv[2].startswith("cuda"):
         free, all_ = torch.cuda.mem_get_info()
@@ -193,7 +207,7 @@ print(json.dumps(found))
 
 def lacks(python: str, environ: dict[str, str], device: str) -> dict[str, str]:
     """What is missing or too old, and how that showed; looked at in a process of its own."""
-    command = [python, "-c", CHECK, json.dumps(needs()), device]
+    command = [python, "-c", CHECK, json.dumps(needs()), device, torch_floor()]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:

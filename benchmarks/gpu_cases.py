@@ -272,7 +272,7 @@ def _rounds(lab: Lab) -> dict[str, Any]:
     Each picture is compared with the lone one: what one stream hands to another too early shows here.
     """
     from darkroom.sample import generate
-    from darkroom.serve.engine.executors import places_for
+    from darkroom.serve.engine.batch import places_for
     from darkroom.serve.engine.loop import Engine
     from darkroom.serve.engine.runner import settings_of, shape_of
     from darkroom.serve.engine.tickets import EngineJob

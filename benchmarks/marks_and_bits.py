@@ -31,7 +31,7 @@ from darkroom import models
 from darkroom.sample import provenance, watermark
 from darkroom.sample.backends import open_backend
 from darkroom.sample.pictures import Picture
-from darkroom.serve.engine.executors import places_for
+from darkroom.serve.engine.batch import places_for
 from darkroom.serve.engine.loader import fixed_rows, row_bytes, rows_for_memory
 from darkroom.serve.engine.loop import Engine
 from darkroom.serve.engine.runner import shape_of

@@ -5,11 +5,11 @@
     nice -n 10 python benchmarks/mutants.py --minutes 25 --module data/order.py   # its rows alone are new
 
 Mutants are the ones listed in CHOSEN, and of each module in TESTS as many of cosmic-ray's as time allows, in
-an order drawn by seed. Each runs in a fork of a process that has imported torch, and only the tests that
-reach the changed line run, quickest first; a change of what runs at import takes them all. The source on disk
-stays as it is. What these tests do not notice is tried on all tests of the module; a mutant that none of them
-notices has survived. Those that change nothing anybody can see stand in EQUIVALENT, each with its reason,
-and are not run. Linux, macOS.
+an order drawn by seed. A module's tests are collected once; each mutant is a fork of that process where the
+changed functions get their new code, and only the tests that reach the changed line run, quickest first. A
+change of what runs at import, and whatever these tests do not notice, is tried in a new process on all tests
+of the module: a mutant that none of them notices has survived. The source on disk stays as it is. Mutants
+that change nothing anybody can see stand in EQUIVALENT, each with its reason, and are not run. Linux, macOS.
 """
 
 from __future__ import annotations
@@ -17,25 +17,29 @@ from __future__ import annotations
 import argparse
 import ast
 import csv
+import gc
 import importlib.machinery
 import json
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src/darkroom"
+TERMINAL = os.dup(1)
 TESTS = {
     "sample/solvers.py": ["sample/test_solvers.py", "sample/test_flow.py", "sample/test_schedules.py"],
     "sample/denoise.py": [
@@ -53,7 +57,7 @@ TESTS = {
     ],
     "serve/engine/fairness.py": ["serve/engine/test_fairness.py"],
     "serve/jobs/admission.py": ["serve/test_admission.py"],
-    "serve/jobs/intake.py": ["serve/test_admission.py", "serve/test_intake.py"],
+    "serve/jobs/active.py": ["serve/test_admission.py", "serve/test_intake.py"],
     "models/adapters/bank.py": ["models/adapters/test_bank.py"],
     "train/checkpoint/format.py": ["train/checkpoint/test_format.py"],
     "train/checkpoint/storage.py": ["train/checkpoint/test_storage.py"],
@@ -104,14 +108,14 @@ CHOSEN: tuple[tuple[str, str, str], ...] = (
     ("serve/engine/fairness.py", "sorted(self.rings, reverse=True)", "sorted(self.rings)"),
     ("serve/engine/fairness.py", "return max(1.0, item.work)", "return item.work"),
     ("serve/jobs/admission.py", "if given > most:", "if given >= most:"),
-    ("serve/jobs/intake.py", "if there + num > most:", "if there + num >= most:"),
-    ("serve/jobs/intake.py", "(left - num if left >= needed else left, now)", "(left - num, now)"),
+    ("serve/jobs/active.py", "if there + num > most:", "if there + num >= most:"),
+    ("serve/jobs/active.py", "(left - num if left >= needed else left, now)", "(left - num, now)"),
     (
         "serve/jobs/admission.py",
         "max(shape.solver_steps, last.solver_steps) > limits.steps + 1",
         "shape.solver_steps > limits.steps + 1",
     ),
-    ("serve/jobs/intake.py", "max(1.0, per_s * 10)", "max(1.0, per_s * 60)"),
+    ("serve/jobs/active.py", "max(1.0, per_s * 10)", "max(1.0, per_s * 60)"),
     ("serve/jobs/admission.py", "if pixels > limits.upload_pixels:", "if pixels >= limits.upload_pixels:"),
     ("models/adapters/bank.py", "more <= MOST_KEPT_BYTES", "more > MOST_KEPT_BYTES"),
     ("models/adapters/bank.py", "stacked[slot].zero_()", "pass"),
@@ -228,20 +232,48 @@ class Only:
         items[:] = sorted(kept, key=lambda item: self.places[item.nodeid])
 
 
-def tests_of(module: str) -> Tests:
+class Collected:
+    """A pytest plugin that hands over the collected tests instead of running them."""
+
+    def __init__(self, use: Callable[[Any], None]) -> None:
+        self.use = use
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        if not session.testsfailed:
+            self.use(session)
+        return True
+
+
+def run_items(session: Any, names: list[str], seconds: Mapping[str, float] | None = None) -> bool:
+    """Some of the collected tests, in this order, up to the first that fails; whether none did.
+
+    With the seconds that each takes as it is, one that never ends ends the process.
+    """
+    by_name = {item.nodeid: item for item in session.items}
+    items = [by_name[name] for name in names]
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        if seconds is not None:
+            signal.setitimer(signal.ITIMER_PROF, 2 + 3 * seconds[item.nodeid])  # processor time
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.testsfailed:
+            return False
+    return True
+
+
+def tests_of(module: str, session: Any, folder: Path) -> Tests:
     """Runs a module's tests as they are; ends the program where one fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "reached.json"
-        child = os.fork()
-        if not child:
-            reached = Reached(SOURCE / module)
-            code = _pytest(module, reached, [])
-            lines = {name: sorted(found) for name, found in reached.lines.items()}
-            result.write_text(json.dumps([reached.seconds, lines]))
-            os._exit(code)
-        if os.waitpid(child, 0)[1]:
-            sys.exit(f"the tests of {module} fail as they are")
-        seconds, lines = json.loads(result.read_text())
+    result = folder / "reached.json"
+    child = os.fork()
+    if not child:
+        reached = Reached(SOURCE / module)
+        session.config.pluginmanager.register(reached)
+        passed = run_items(session, [item.nodeid for item in session.items])
+        lines = {name: sorted(found) for name, found in reached.lines.items()}
+        result.write_text(json.dumps([reached.seconds, lines]))
+        os._exit(not passed)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"the tests of {module} fail as they are")
+    seconds, lines = json.loads(result.read_text())
     return Tests(seconds, {name: frozenset(at) for name, at in lines.items()}, run_at_import(module))
 
 
@@ -271,50 +303,105 @@ def statement(whole: str, line: int) -> frozenset[int]:
     return frozenset(min(spans, key=len, default=range(line, line + 1)))
 
 
-def start(mutant: Mutant, tests: list[str], seconds: int) -> int:
-    """Runs these tests with the mistake in a process of their own; its number."""
-    child = os.fork()
-    if child:
-        return child
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    _put_in_place(SOURCE / mutant.module, mutant.text)
-    os._exit(_pytest(mutant.module, Only(tests), ["-x"]))
+class Runner:
+    """Tries mutants of one module on its collected tests."""
+
+    def __init__(self, module: str, session: Any, tests: Tests, workers: int, folder: Path) -> None:
+        self.session, self.tests, self.workers, self.folder = session, tests, workers, folder
+        path = str(SOURCE / module)
+        gc.unfreeze()  # or what was there when the tests' conftest froze would not be listed
+        functions = [found for found in gc.get_objects() if isinstance(found, FunctionType)]
+        self.functions = [found for found in functions if found.__code__.co_filename == path]
+        assert self.functions
+        gc.freeze()
+        self.path, self.number = path, 0
+
+    def new_codes(self, mutant: Mutant) -> list[tuple[FunctionType, CodeType]] | None:
+        """Each function of the module with its code; None where that is not all of the change."""
+        if mutant.lines & self.tests.imported:
+            return None
+        codes = {(code.co_qualname, code.co_firstlineno): code for code in _codes(mutant.text, self.path)}
+        pairs = []
+        for function in self.functions:
+            old = function.__code__
+            new = codes.get((old.co_qualname, old.co_firstlineno))
+            if new is None or new.co_freevars != old.co_freevars:
+                return None
+            pairs.append((function, new))
+        return pairs if any(function.__code__ != new for function, new in pairs) else None
+
+    def start(self, mutant: Mutant, names: list[str], seconds: int, *, anew: bool) -> tuple[int, Path]:
+        """Runs these tests with the mistake in a process of their own; its number and folder."""
+        self.number += 1
+        place = self.folder / str(self.number)
+        place.mkdir()
+        pairs = None if anew else self.new_codes(mutant)
+        child = os.fork()
+        if child:
+            return child, place
+        os.environ["TMPDIR"] = os.environ["PYTEST_DEBUG_TEMPROOT"] = str(place)
+        tempfile.tempdir = None
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        if pairs is None:
+            task = place / "task.json"
+            task.write_text(json.dumps([mutant.module, mutant.text, names]))
+            os.execv(sys.executable, [sys.executable, __file__, "--one", str(task)])
+        for function, new in pairs:
+            function.__code__ = new
+        os._exit(not run_items(self.session, names, self.tests.seconds))
+
+    def run(self, mutants: Iterator[Mutant], until: float) -> Iterator[tuple[Mutant, bool]]:
+        """Each mutant and whether it survives, several at a time, until the time is over."""
+        running: dict[int, tuple[Mutant, bool, float, Path]] = {}
+        again: list[Mutant] = []  # what the tests that reach it do not notice
+        while True:
+            while len(running) < self.workers:
+                late = time.monotonic() > until
+                anew = bool(again)
+                if again:
+                    mutant = again.pop()
+                elif late or (mutant := next(mutants, None)) is None:  # type: ignore[assignment]
+                    break
+                anew = anew or self.new_codes(mutant) is None
+                names = self.tests.all() if anew else self.tests.reaching(mutant.lines) or self.tests.all()
+                limit = 20 + 2 * round(sum(self.tests.seconds[name] for name in names))  # CPU seconds
+                latest = time.monotonic() + 60 * limit  # of one that waits; others may use the machine
+                child, place = self.start(mutant, names, limit, anew=anew)
+                running[child] = mutant, anew, latest, place
+            if not running:
+                return
+            for child, (mutant, anew, latest, place) in list(running.items()):
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if not ended and time.monotonic() < latest:
+                    continue
+                if not ended:
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                del running[child]
+                shutil.rmtree(place, ignore_errors=True)
+                passed = bool(ended) and status == 0
+                if passed and not anew:
+                    again.append(mutant)
+                else:
+                    report(f"  {'survived' if passed else 'killed'}: {mutant.about}")
+                    yield mutant, passed
+            time.sleep(0.005)
 
 
-def run(mutants: Iterator[Mutant], tests: Tests, workers: int, until: float) -> Iterator[tuple[Mutant, bool]]:
-    """Each mutant and whether it survives, several at a time, until the time is over."""
-    running: dict[int, tuple[Mutant, bool, float]] = {}
-    again: list[Mutant] = []  # what the tests that reach it do not notice
-    while True:
-        while len(running) < workers:
-            late = time.monotonic() > until
-            if again:
-                mutant, chosen = again.pop(), tests.all()
-            elif late or (mutant := next(mutants, None)) is None:  # type: ignore[assignment]
-                break
-            else:
-                chosen = tests.reaching(mutant.lines) or tests.all()
-            everything = len(chosen) == len(tests.seconds)
-            limit = 15 + 2 * round(sum(tests.seconds[name] for name in chosen))  # CPU seconds
-            latest = time.monotonic() + 60 * limit  # of one that waits; others may use the machine
-            running[start(mutant, chosen, limit)] = (mutant, everything, latest)
-        if not running:
-            return
-        for child, (mutant, everything, latest) in list(running.items()):
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if not ended and time.monotonic() < latest:
-                continue
-            if not ended:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-            del running[child]
-            passed = bool(ended) and status == 0
-            if passed and not everything:
-                again.append(mutant)
-            else:
-                print(f"  {'survived' if passed else 'killed'}: {mutant.about}", flush=True)
-                yield mutant, passed
-        time.sleep(0.02)
+def _codes(text: str, path: str) -> Iterator[CodeType]:
+    """The code of every function and class of a module."""
+    waiting = [compile(text, path, "exec")]
+    while waiting:
+        code = waiting.pop()
+        waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        yield code
+
+
+def run_one(task: Path) -> None:
+    """One mutant in this process, imported with its mistake; exits with pytest's code."""
+    module, text, names = json.loads(task.read_text())
+    _put_in_place(SOURCE / module, text)
+    os._exit(_pytest(module, Only(names), ["-x"]))
 
 
 def _pytest(module: str, plugin: Any, more: list[str]) -> int:
@@ -351,37 +438,49 @@ def main() -> None:
     parser.add_argument("--chosen-only", action="store_true", help="without cosmic-ray's")
     parser.add_argument("--seed", type=int, default=0, help="of the order of cosmic-ray's")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/mutants.csv")
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(ROOT / "src"))
-    # What every fork needs; not lance, which does not bear forking.
-    import diffusers  # noqa: F401
-    import pytest  # noqa: F401
-    import torch
-
-    torch.set_num_threads(1)
+    if args.one:
+        run_one(args.one)
     until = time.monotonic() + 60 * args.minutes
     modules = args.module or list(TESTS)
     for place, module in enumerate(modules):
-        tests = tests_of(module)
+        share_s = max(0.0, until - time.monotonic()) / (len(modules) - place)
+        child = os.fork()
+        if not child:
+            os._exit(_pytest(module, Collected(partial(try_all, module, args, share_s)), []))
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"the tests of {module} fail as they are")
+
+
+def try_all(module: str, args: argparse.Namespace, share_s: float, session: Any) -> None:
+    """All mutants of a module for which there is time, into the table."""
+    until = time.monotonic() + share_s
+    with tempfile.TemporaryDirectory() as folder:
+        tests = tests_of(module, session, Path(folder))
+        runner = Runner(module, session, tests, args.workers, Path(folder))
         listed = list(chosen(module))
         kinds = {"chosen": (len(listed), iter(listed))}
         if not args.chosen_only:
             kinds["cosmic-ray"] = drawn(module, args.seed)
-        print(f"{module}: {len(tests.seconds)} tests, {sum(tests.seconds.values()):.1f} s", flush=True)
+        report(f"{module}: {len(tests.seconds)} tests, {sum(tests.seconds.values()):.1f} s")
         rows = []
         for kind, (possible, mutants) in kinds.items():
-            start_s = time.monotonic()
-            left_s = until - start_s
-            share_s = left_s if kind == "chosen" else left_s / (len(modules) - place)
-            same: list[Mutant] = []
-            done = list(run(without(mutants, same), tests, args.workers, start_s + share_s))
+            start_s, same = time.monotonic(), list[Mutant]()
+            done = list(runner.run(without(mutants, same), until))
             survivors = [mutant.about for mutant, survives in done if survives]
-            print(f"  {kind}: {len(done)} of {possible} run, {len(survivors)} survived", flush=True)
+            report(f"  {kind}: {len(done)} of {possible} run, {len(survivors)} survived")
             counts = (possible, len(done), len(done) - len(survivors), len(survivors), len(same))
             more = (len(tests.seconds), round(time.monotonic() - start_s), "; ".join(survivors))
             rows.append(dict(zip(COLUMNS, (module, kind, *counts, *more, *where()), strict=True)))
         write(args.out, rows)
+
+
+def report(line: str) -> None:
+    """To the terminal, while the tests' own output goes nowhere."""
+    os.write(TERMINAL, f"{line}\n".encode())
 
 
 def without(mutants: Iterator[Mutant], same: list[Mutant]) -> Iterator[Mutant]:

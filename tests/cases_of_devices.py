@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from PIL import Image
+from pydantic import BaseModel
 
 from darkroom.models.control import ControlNet
+from darkroom.recipe.objective import DistillSettings
+from darkroom.recipe.sections import VAE_TASKS
+from darkroom.recipe.training import AdapterSettings, OptimSettings
 from fake_device import OTHER, draw, draw_steered, prepare, train_a_step
 from sample.conftest import CAPTIONS, SMALL_XL
 from train.conftest import BASE_WORDS, SIDE, TEXT, UNET, VAE, paint
@@ -92,6 +96,11 @@ def preparations() -> Iterator[Case]:
     yield "prepare sdxl", of_sdxl
 
 
+def choices(settings: type[BaseModel], field: str) -> tuple[str, ...]:
+    """What a setting may be."""
+    return get_args(settings.model_fields[field].annotation)
+
+
 def trainings(folder: Path) -> Iterator[Case]:
     from darkroom import models
     from darkroom.data.importers import import_pictures
@@ -129,7 +138,10 @@ def trainings(folder: Path) -> Iterator[Case]:
                 "objective.loss.huber_schedule=exponential",
             ),
         ),
-        "autoencoder": ({"task": "autoencoder", "model": {"base": "tiny", "vae": VAE}, "data": stored}, ()),
+        **{
+            task: ({"task": task, "model": {"base": "tiny", "vae": VAE}, "data": stored}, ())
+            for task in VAE_TASKS
+        },
         "extractor": (
             {
                 "task": "extractor",
@@ -142,9 +154,21 @@ def trainings(folder: Path) -> Iterator[Case]:
             {"task": "finetune", "model": {"base": str(base)}, "data": stored},
             ("model.train_text_encoder=true",),
         ),
-        "lora": ({"task": "lora", "model": {"base": str(base)}, "data": stored}, ()),
+        **{
+            f"lora, {kind}": (
+                {"task": "lora", "model": {"base": str(base)}, "data": stored, "adapter": {"kind": kind}},
+                (),
+            )
+            for kind in choices(AdapterSettings, "kind")
+        },
         "lora, SDXL": ({"task": "lora", "model": {"base": str(folder / "sdxl")}, "data": stored}, ()),
-        "distill": ({"task": "distill", "model": {"base": str(base)}, "data": stored}, ()),
+        **{
+            f"distill, {method}": (
+                {"task": "distill", "model": {"base": str(base)}, "data": stored},
+                (f"objective.distill.method={method}",),
+            )
+            for method in choices(DistillSettings, "method")
+        },
         "dpo": ({"task": "dpo", "model": {"base": str(base)}, "data": pairs}, ()),
         "dreambooth": ({"task": "dreambooth", "model": {"base": str(base)}, "data": subject}, ()),
         "dreambooth-lora": ({"task": "dreambooth-lora", "model": {"base": str(base)}, "data": subject}, ()),
@@ -156,6 +180,11 @@ def trainings(folder: Path) -> Iterator[Case]:
             },
             (),
         ),
+    }
+    cases |= {
+        f"pretrain, {name}": ({"task": "pretrain", "model": fresh, "data": stored}, (f"optim.name={name}",))
+        for name in choices(OptimSettings, "name")
+        if name != "adamw8bit"  # whose step torchao compiles
     }
     for name, (content, overrides) in cases.items():
         yield (

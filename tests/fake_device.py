@@ -23,6 +23,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -78,6 +79,15 @@ class Watch(TorchDispatchMode):
         return self.mode.from_tensor(value) if real else value
 
 
+class DrawnOnTheHost(TorchFunctionMode):
+    """PEFT's LoHa and LoKr draw on the host whether a layer is dropped: it is not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__bool__ and args[0].device.type == "cpu":
+            return True
+        return func(*args, **(kwargs or {}))
+
+
 def same(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> bool:
     is_cast = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
     return isinstance(tensor, FakeTensor) and tensor.device == device and not is_cast
@@ -94,7 +104,7 @@ def watched(kind: str) -> Iterator[Watch]:
         watch.put(module, device=device or next(module.parameters()).device, dtype=dtype)
         return module
 
-    with mode, watch, patch.object(nn.Module, "to", put):
+    with mode, watch, DrawnOnTheHost(), patch.object(nn.Module, "to", put):
         yield watch
 
 

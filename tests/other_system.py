@@ -161,7 +161,9 @@ def windows_branches() -> None:
 
 def take_away() -> None:
     """All of it, in this process, which stays so."""
-    import torch.distributed.elastic.multiprocessing  # noqa: F401 - asks for signals when it is imported
+    # Libraries that ask for what POSIX has when they are imported on Linux.
+    import platformdirs  # noqa: F401
+    import torch.distributed.elastic.multiprocessing  # noqa: F401
 
     multiprocessing.set_start_method("spawn", force=True)
     windows_branches()

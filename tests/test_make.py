@@ -65,6 +65,29 @@ def test_rocm_and_macos_have_builds_of_their_own(tmp_path):
     assert "MPS" in why
 
 
+def test_intels_gpu_has_its_build_where_its_runtime_is_installed(tmp_path):
+    """Nearly every laptop has such a GPU; the library says that somebody computes on it."""
+
+    def build(platform: str = "linux") -> str:
+        return make.torch_build({"PATH": str(tmp_path)}, platform, tmp_path)[0]
+
+    vendor = tmp_path / "sys/class/drm/renderD128/device/vendor"
+    vendor.parent.mkdir(parents=True)
+    vendor.write_text("0x8086\n")
+    assert build() == "cpu"
+    library = tmp_path / "usr/lib/x86_64-linux-gnu/libze_intel_gpu.so.1"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    assert build() == "xpu"
+    assert str(library) in make.torch_build({"PATH": str(tmp_path)}, "linux", tmp_path)[1]
+    assert build("win32") == "cpu"
+    vendor.write_text("0x1002\n")
+    assert build() == "cpu"
+    vendor.write_text("0x8086\n")
+    path = program(tmp_path / "bin", "nvidia-smi", "GPU 0: NVIDIA T4")
+    assert make.torch_build({"PATH": path}, "linux", tmp_path)[0] == "cuda"
+
+
 def test_what_is_asked_for_wins(tmp_path):
     path = program(tmp_path / "bin", "nvidia-smi", "GPU 0: NVIDIA T4")
     for asked in ("cpu", "cuda", "cu126", "rocm7.2", "xpu"):

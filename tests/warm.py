@@ -37,7 +37,7 @@ PRELOAD = (
     "fastapi",
     "uvicorn",
     *(f"darkroom.{part}" for part in ("cli", "data", "prepare", "recipe", "sample", "train.run")),
-    *(f"darkroom.serve.{part}" for part in ("api.app", "jobs.core", "process")),
+    *(f"darkroom.serve.{part}" for part in ("api.app", "jobs.core")),
 )
 READ_ONCE = ("ATEN_", "ONEDNN_", "MALLOC_", "GLIBC_", "LD_", "PYTHON", "KMP_", "GOMP_", "THP_")
 PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL

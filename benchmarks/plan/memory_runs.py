@@ -1,4 +1,4 @@
-"""Memory of ordinary commands, as users start them, against their plans: 25 cases from tiny to SDXL on a CPU.
+"""Memory of ordinary commands, as users start them, against their plans: cases from tiny to SDXL on a CPU.
 
     python benchmarks/plan/memory_runs.py                  all cases that have no row yet; 20 GB free
     python benchmarks/plan/memory_runs.py small            of these the small ones, about a minute each
@@ -65,9 +65,34 @@ def train(name: str, size: str, task: str, base: str, side: int, batch: int, **m
     return Case(name, size, recipe)
 
 
+def of_sd15(name: str, task: str, **more: Any) -> Case:
+    """SD 1.5 at 256 px, a picture at a time, with a setting."""
+    method = {"lora": "LoRA", "finetune": "fine-tune"}[task]
+    return train(f"SD 1.5, {method}, 256 px, {name}", FULL, task, "sd15", 256, 1, **more)
+
+
 LORA = {"adapter": {"rank": 8}}
 AGAIN = {"train": {"gradient_checkpointing": True}}
 WORD = {"model": {"word": {"token": "<new>", "initial": "a"}}}
+LORA_OF_TEXT = {"adapter": {"rank": 8, "text_encoder": True}}
+BOTH = {"model": {"train_text_encoder": True}, **AGAIN}
+LORA_SETTINGS: dict[str, dict[str, Any]] = {
+    "checkpointed": AGAIN,
+    "and text encoder": LORA_OF_TEXT,
+    "bf16": {"train": {"precision": "bf16"}},
+    **{f"{kind} base": {"model": {"base_precision": kind}} for kind in ("fp8", "int8", "nf4")},
+}
+FULL_SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "and text encoder, checkpointed": BOTH,
+    "fused backward": {"optim": {"fused_backward": True, "clip_norm": None}},
+    "8-bit AdamW": {"optim": {"name": "adamw8bit"}},
+    "Adafactor": {"optim": {"name": "adafactor"}},
+    "Adafactor, fused backward": {"optim": {"name": "adafactor", "fused_backward": True, "clip_norm": None}},
+    "Lion": {"optim": {"name": "lion"}},
+    "bf16": {"train": {"precision": "bf16"}},
+    "EMA": {"train": {"ema": {"enabled": True}}},
+}
 CASES = (
     *(train(f"tiny, fine-tune, batch {n}", SMALL, "finetune", "tiny", 64, n) for n in (1, 4, 16)),
     train("tiny, LoRA, batch 4", SMALL, "lora", "tiny", 64, 4, **LORA),
@@ -92,6 +117,10 @@ CASES = (
     train("SD 1.5, LoRA, 512 px, batch 2, checkpointed", FULL, "lora", "sd15", 512, 2, **LORA, **AGAIN),
     train("SD 1.5, textual inversion, 512 px", FULL, "textual-inversion", "sd15", 512, 1, **WORD),
     train("SD 1.5, fine-tune, 256 px, batch 1, checkpointed", FULL, "finetune", "sd15", 256, 1, **AGAIN),
+    # Every setting that changes SD 1.5's memory, with the two rows above as what each is compared with.
+    *(of_sd15(name, "lora", **LORA | more) for name, more in LORA_SETTINGS.items()),
+    *(of_sd15(name, "finetune", **more) for name, more in FULL_SETTINGS.items()),
+    train("SDXL, LoRA, 512 px, both text encoders", FULL, "lora", "sdxl", 512, 1, **LORA_OF_TEXT, **AGAIN),
 )
 
 

@@ -32,9 +32,9 @@ class Bill(BaseModel):
     wall_s: float = Field(
         default=0.0,
         ge=0,
-        description="wall-clock seconds, all sessions together; of a command from its process's start",
+        description="elapsed seconds, all sessions together; of a command from its process's start",
     )
-    device_hours: float = Field(default=0.0, ge=0, description="wall hours times devices")
+    device_hours: float = Field(default=0.0, ge=0, description="elapsed hours times devices")
     device: str = Field(default="", description="what it ran on (in the last session)")
     num_devices: int = Field(default=1, ge=1, description="devices, a whole CPU counting as one")
     usd: float | None = Field(default=None, description="cost on demand; null where no price is known")

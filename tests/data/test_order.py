@@ -17,6 +17,7 @@ from darkroom.errors import InputError
 
 SMALL = OrderSettings(block_rows=8, window_blocks=4)
 
+PERMUTED = [[0], [1, 0], [1, 0, 2], [3, 0, 2, 1], [0, 4, 2, 1, 3]]
 ORDERS = ["78623eb891304706", "83f6985206922b4d", "bfca55e6c9bf4dd1"]
 BUCKETS = "687ce1d25d0af4dd"
 IN_TURN = "7eb1abd618f36893"
@@ -264,6 +265,7 @@ def test_the_order_is_the_same_in_every_version() -> None:
     large = Order(3_000_000_000, seed=5, global_batch=48)
     assert [digest([order.batch(k) for k in range(0, 900, 9)]) for order in (usual, small, large)] == ORDERS
     assert digest([bucketed().batch(k) for k in range(200)]) == BUCKETS
+    assert [permute(np.arange(size), size, 7).tolist() for size in range(1, 6)] == PERMUTED
     plain = OrderSettings(shuffle=False, block_rows=8)
     in_turn = BucketOrder(
         {(8, 8): np.arange(90), (8, 16): np.arange(90, 200)}, seed=5, global_batch=9, settings=plain

@@ -252,6 +252,23 @@ def test_names_that_are_no_utf8_and_files_that_are_none(tmp_path):
     assert (again.added, again.doubles, again.rejected) == (0, 2, report.rejected)
 
 
+def test_a_caption_that_is_no_file_is_not_taken_for_none(tmp_path):
+    """Also where pictures without a caption are kept: there the caption would be lost without a word."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pipe", "lost", "none"):
+        (source / f"{name}.png").write_bytes(encoded(noise_picture(len(name) + ord(name[0]))))
+    os.mkfifo(source / "pipe.txt")
+    (source / "lost.caption").symlink_to(tmp_path / "nothing")
+    report = import_pictures(source, tmp_path / "s.lance", on_missing_caption="keep")
+    assert (report.added, report.rejected) == (1, {"bad-caption": 2})
+    told = {line["key"]: line["detail"] for line in rejected(tmp_path / "s.lance")}
+    assert told == {
+        "pipe.png": "pipe.txt: a fifo, no file",
+        "lost.png": "lost.caption: a link that leads nowhere",
+    }
+
+
 def test_members_of_archives_that_are_no_files(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         for name in ("../up.png", "good.png", "x/../../up2.png"):

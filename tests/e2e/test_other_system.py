@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from PIL import Image
 
 import warm
 from darkroom import models
+from darkroom.data.store import Store
+from darkroom.recipe.sections import Task
 from serve.conftest import free_port
 from train.conftest import BASE_WORDS, SIDE, TEXT, UNET, VAE, paint
 
@@ -245,3 +252,153 @@ def test_serve_as_vertex_runs_it(folder: Path, tmp_path: Path) -> None:
     with served(folder / "base", tmp_path / "state", "--vertex", **told) as http:
         assert picture(http, "vertex")[:3] == JPEG
         assert http.post("/v1/images/generations", json={"prompt": ODD}).status_code == 403
+
+
+def tar_of(folder: Path) -> Path:
+    """A WebDataset shard."""
+    path = folder.parent / "00000.tar"
+    with tarfile.open(path, "w") as archive:
+        for i, file in enumerate(sorted(folder.glob("*.png"))):
+            archive.add(file, f"{i:03d}.png")
+            text = tarfile.TarInfo(f"{i:03d}.txt")
+            text.size = len(ODD.encode())
+            archive.addfile(text, io.BytesIO(ODD.encode()))
+    return path
+
+
+def table_of(folder: Path) -> Path:
+    files = sorted(folder.glob("*.png"))
+    table = pa.table({"image": [file.read_bytes() for file in files], "text": [ODD] * len(files)})
+    pq.write_table(table, folder.parent / "pictures.parquet")
+    return folder.parent / "pictures.parquet"
+
+
+IMPORTS: dict[str, Callable[[Path], Path]] = {
+    "zip": lambda folder: Path(shutil.make_archive(str(folder), "zip", folder)),
+    "webdataset": tar_of,
+    "parquet": table_of,
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", IMPORTS)
+def test_each_kind_of_source_is_imported_and_deleted(folder: Path, kind: str) -> None:
+    source, path = IMPORTS[kind](folder / "pictures"), folder / f"{kind}.lance"
+    darkroom("import", source, path)
+    store = Store.open(path)
+    assert store.num_rows == 20
+    [one] = store.take([0], ["id"])["id"].to_pylist()
+    darkroom("delete", path, "--id", one)
+    darkroom("verify", path, "--purge")
+    assert Store.open(path).num_rows == 19
+    darkroom("delete", path, "--source", next(iter(store.sources())))
+    darkroom("verify", path, "--purge")
+    assert Store.open(path).num_rows == 0
+
+
+OTHER_TASKS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "finetune": lambda folder: {},
+    "distill": lambda folder: {},
+    "dpo": lambda folder: {"data": subject(folder / "pairs")},
+    "dreambooth": lambda folder: {"data": subject(folder / "pictures") | {"class_prompt": "a square"}},
+    "dreambooth-lora": lambda folder: {"data": subject(folder / "pictures")},
+    "textual-inversion": lambda folder: {
+        "model": {"base": str(folder / "base"), "word": {"token": "<sks>", "initial": "square"}},
+        "data": {name: value for name, value in subject(folder / "pictures").items() if name != "prompt"},
+    },
+    "autoencoder": lambda folder: {"model": {"base": "tiny", "vae": VAE}, "sample": {"every": 0}},
+    "tiny-vae": lambda folder: {"model": {"base": "tiny", "vae": VAE}, "sample": {"every": 0}},
+    "extractor": lambda folder: {
+        "model": {},
+        "data": {"store": str(folder / "store.lance"), "resolution": SIDE},
+        "objective": {"extractor": {"network": {"width": 8, "levels": 2, "embedding": 32, "buckets": 128}}},
+        "sample": {"every": 0},
+    },
+}
+
+
+def subject(folder: Path) -> dict[str, Any]:
+    return {"folder": str(folder), "prompt": "a photo of sks square", "resolution": SIDE, "encode": "inline"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("task", OTHER_TASKS)
+def test_every_other_task(folder: Path, task: str) -> None:
+    if task == "dpo":
+        for kind in ("chosen", "rejected"):
+            paint(folder / "pairs" / kind, 4)
+    content = {"model": {"base": str(folder / "base")}} | OTHER_TASKS[task](folder)
+    darkroom("train", recipe(folder, task, task=task, **content), "--out", folder / "runs" / task)
+    darkroom("inspect", folder / "runs" / task)
+
+
+def test_no_task_is_left_out() -> None:
+    assert {*OTHER_TASKS, "pretrain", "lora"} == set(get_args(Task))
+
+
+@pytest.mark.nightly
+def test_weights_are_exported_signed_and_checked(folder: Path, tmp_path: Path) -> None:
+    path = recipe(folder, "exported", task="lora", model={"base": str(folder / "base")})
+    darkroom("train", path, "--out", tmp_path / "run")
+    adapter = tmp_path / "run" / "adapter.safetensors"
+    darkroom("keys", "make-signing-key", "--out", tmp_path / "signer.pem")
+    key = ("--sign", tmp_path / "signer.pem")
+    darkroom(
+        "export", adapter, "--kohya", "--precision", "fp16", "--to", tmp_path / "for_comfy.safetensors", *key
+    )
+    darkroom("export", folder / "base", "--merge", f"{adapter}:0.8", "--to", tmp_path / "merged", *key)
+    darkroom("export", folder / "base", "--single-file", "--to", tmp_path / "single.safetensors")
+    for made in ("for_comfy.safetensors", "merged"):
+        darkroom("verify", tmp_path / made, "--trust", tmp_path / "signer.pub.pem")
+    with (tmp_path / "merged" / "model_index.json").open("a", encoding="utf-8") as file:
+        file.write(" ")
+    assert "model_index.json" in darkroom(
+        "verify", tmp_path / "merged", "--trust", tmp_path / "signer.pub.pem", code=1
+    )
+    darkroom("runs", "--root", tmp_path)
+    darkroom("runs", "compare", tmp_path / "run", tmp_path / "run")
+
+
+@pytest.mark.nightly
+def test_pictures_of_every_kind(folder: Path, tmp_path: Path) -> None:
+    """Signed by an odd name, from a file in UTF-16, on a sheet, from a picture, larger, from wildcards."""
+    out, certificate = tmp_path / "drawn", tmp_path / "certificate.pem"
+    told = ("--steps", 2, "--size", "32", "--out", out)
+    darkroom("keys", "make-test-certificate", "--out", certificate, "--name", ODD)
+    darkroom("generate", folder / "base", ODD, "--sign", certificate, *told)
+    [first] = out.glob("*.png")
+    assert ODD.encode("cp1252", "backslashreplace").decode("cp1252") in darkroom(
+        "verify", first, "--trust", certificate
+    )
+    (tmp_path / "prompts.txt").write_bytes(f"{ODD}\na cat\n".encode("utf-16"))
+    sheet = ("--grid", "steps=1,2", "--format", "jpeg")
+    darkroom("generate", folder / "base", "--prompts", tmp_path / "prompts.txt", *sheet, *told)
+    (tmp_path / "cards").mkdir()
+    (tmp_path / "cards" / "thing.txt").write_text(ODD, "utf-8")
+    cards = ("--wildcards", tmp_path / "cards", "--num", 2, "--format", "webp")
+    darkroom("generate", folder / "base", "a __thing__", *cards, *told)
+    darkroom("generate", folder / "base", "x", "--image", first, "--strength", 0.5, *told)
+    darkroom("generate", folder / "base", "x", "--hires", "2:0.5", *told)
+    kinds = [path.suffix for path in out.iterdir()]
+    assert (kinds.count(".webp"), kinds.count(".jpg") >= 4, kinds.count(".png") >= 3) == (2, True, True)
+
+
+@pytest.mark.nightly
+def test_scores_and_measures(folder: Path, tmp_path: Path) -> None:
+    """What is drawn for scores is kept by prompts that no file name may hold; a benchmark of each kind."""
+    store = folder / "store.lance"
+    content = OTHER_TASKS["extractor"](folder)
+    darkroom(
+        "train", recipe(tmp_path, "extractor", task="extractor", **content), "--out", tmp_path / "extractor"
+    )
+    drawn = ("--steps", 1, "--num", 1, "--size", 32, "--keep-pictures", tmp_path / "kept")
+    scored = ("--reference", store, "--extractor", f"inception={tmp_path / 'extractor'}", "--num-prompts", 8)
+    words = ("evaluate", folder / "base", "--metrics", "fid,kid", "--prompts", store, *scored, *drawn)
+    for _ in range(2):  # the second time all is there
+        darkroom(*words, "--out", tmp_path / "scores.csv")
+    rows = ("--out", tmp_path / "rows.csv", "--repeats", 5)
+    darkroom("bench", "import", "--pictures", 60, *rows)
+    darkroom("bench", "loader", "--rows", 600, *rows)
+    darkroom("bench", "job-history", "--jobs", 200, *rows)
+    darkroom("bench", "batch", folder / "base", "--most", 2, "--size", 32, "--steps", 2, *rows)
+    darkroom("report", tmp_path / "rows.csv", "--out", tmp_path / "rows.html")

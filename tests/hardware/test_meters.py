@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 
@@ -91,3 +92,37 @@ def test_no_counter_is_none(tmp_path):
     assert rapl(tmp_path) is None
     (tmp_path / "intel-rapl:0").mkdir()
     assert rapl(tmp_path) is None
+
+
+HOLES = """
+import ctypes, sys
+from darkroom.hardware.memory import resident_bytes, return_freed
+if sys.argv[1] == "returned":
+    assert return_freed(2**20)
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+libc.free(libc.malloc(16 * 2**20))  # from here on glibc keeps blocks of up to 16 MiB, unless told otherwise
+before = resident_bytes()
+blocks = [libc.malloc(2 * 2**20) for _ in range(100)]
+for block in blocks:
+    ctypes.memset(block, 1, 2 * 2**20)
+for block in blocks[:99:2]:  # the last one lives on, as those between
+    libc.free(block)
+print((resident_bytes() - before) // 2**20)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
+def test_freed_blocks_among_others_are_given_back():
+    """Half of 200 MiB lives on: the other half is held in holes, unless it is given back."""
+    held = {
+        way: int(
+            subprocess.run(
+                [sys.executable, "-c", HOLES, way], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for way in ("kept", "returned")
+    }
+    assert 190 <= held["kept"] <= 215
+    assert 90 <= held["returned"] <= 115

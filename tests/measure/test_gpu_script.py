@@ -203,6 +203,24 @@ def test_what_lacks_is_named(gpu, monkeypatch):
     assert "torch with device cpu" in missing
 
 
+def test_what_is_too_old_or_too_new_is_named(gpu, monkeypatch, capfd):
+    """A rented machine has a diffusers of its own, and a torch that cannot be changed."""
+    version = importlib.metadata.version("pillow")
+    major = int(version.partition(".")[0])
+    bounds = {
+        f"pillow>={major + 1}": False,
+        f"pillow>={major},<{major}.0.1": version.startswith(f"{major}.0.0"),
+    }
+    bounds |= {f"pillow>={major - 1},<{major}": False, f"pillow>={major},<{major + 1}": True, "pillow": True}
+    monkeypatch.setattr(gpu, "needs", lambda: list(bounds))
+    told = gpu.lacks(sys.executable, dict(os.environ), "cpu")
+    assert told == {line: f"{version} is installed" for line, fits in bounds.items() if not fits}
+    assert "older" not in capfd.readouterr().err
+    monkeypatch.setattr(gpu, "torch_floor", lambda: "99.1")
+    assert gpu.lacks(sys.executable, dict(os.environ), "cpu") == told, "it is tried all the same"
+    assert "that torch is older than 99.1" in capfd.readouterr().err
+
+
 def test_a_case_writes_its_rows_and_is_not_made_again(gpu, cases, tmp_path):
     lab = cases.Lab("cpu", True, tmp_path / "far" / "rows.csv")
     assert cases.make("card", lab).startswith("done; 21 rows")

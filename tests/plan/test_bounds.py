@@ -98,6 +98,15 @@ def test_a_picture_costs_no_more_in_a_larger_batch(pictures):
             assert all(later <= earlier * more for earlier, later in itertools.pairwise(each)), card.name
 
 
+def test_float32_units_that_are_only_sometimes_at_work_are_not_counted_whole(pictures):
+    """A 7900 XTX's 61 TFLOP/s of float32 do not draw faster than a 4090's 83: both need pairs to be full."""
+    s = {
+        name: batch_seconds(pictures, Where(cards()[name]), Software("float32"), batch=4, steps=9).total
+        for name in ("RTX 4090", "RX 7900 XTX", "RTX 3090")
+    }
+    assert s["RTX 4090"] < s["RX 7900 XTX"] < s["RTX 3090"]
+
+
 def test_a_card_that_is_better_in_all_is_not_slower(pictures, training):
     better = [
         (one, other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,83 @@ batch_size = 4
         read(tmp_path, text)
 
 
+def test_a_dataset_file_may_be_json(tmp_path: Path) -> None:
+    """sd-scripts read either, by the ending."""
+    content = {
+        "general": {"shuffle_caption": True},
+        "datasets": [{"resolution": 512, "batch_size": 4, "subsets": [{"image_dir": "a", "num_repeats": 3}]}],
+    }
+    (tmp_path / "data.json").write_text(json.dumps(content))
+    text = 'pretrained_model_name_or_path = "sd15"\ndataset_config = "data.json"\n'
+    recipe = read(tmp_path, text)
+    assert [one.model_dump(exclude_defaults=True) for one in recipe.data.sets] == [
+        {"folder": "a", "repeats": 3, "resolution": 512}
+    ]
+    assert (recipe.data.shuffle_tags, recipe.train.global_batch) == (True, 4)
+    for broken, message in (("{", "not readable as JSON"), ("[1]", "not a table of options")):
+        (tmp_path / "data.json").write_text(broken)
+        with pytest.raises(RecipeError, match=message):
+            read(tmp_path, text)
+
+
+def test_files_are_found_beside_the_toml_and_from_where_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sd-scripts find them from where they are started; beside the TOML they are found first."""
+    (tmp_path / "settings").mkdir()
+    sets = '[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = "{}"\n'
+    (tmp_path / "settings" / "data.toml").write_text(sets.format("there"))
+    (tmp_path / "settings" / "prompts.txt").write_text("a dog")
+    monkeypatch.chdir(tmp_path)
+    text = (
+        'pretrained_model_name_or_path = "sd15"\n'
+        'dataset_config = "settings/data.toml"\nsample_prompts = "settings/prompts.txt"\n'
+    )
+    recipe = read(tmp_path / "settings", text)
+    assert ([one.folder for one in recipe.data.sets], recipe.sample.prompts) == (["there"], ("a dog",))
+    (tmp_path / "settings" / "settings").mkdir()
+    (tmp_path / "settings" / "settings" / "data.toml").write_text(sets.format("beside"))
+    assert [one.folder for one in read(tmp_path / "settings", text).data.sets] == ["beside"]
+    with pytest.raises(RecipeError, match=r"nowhere\.toml"):
+        read(tmp_path, 'dataset_config = "nowhere.toml"\n')
+
+
+@pytest.mark.parametrize("ending", ["toml", "json"])
+def test_sample_prompts_of_toml_and_json_keep_their_settings(tmp_path: Path, ending: str) -> None:
+    tables = """
+[prompt]
+width = 512
+scale = 5.5
+[[prompt.subset]]
+prompt = "a dog"
+negative_prompt = "blurry"
+seed = 7
+sample_steps = 12
+[[prompt.subset]]
+prompt = "a cat"
+scale = 3
+"""
+    dog = {"prompt": "a dog", "negative_prompt": "blurry", "seed": 7, "sample_steps": 12, "scale": 5.5}
+    listed = json.dumps([dog | {"width": 512}, "a cat --l 3"])
+    (tmp_path / f"prompts.{ending}").write_text(tables if ending == "toml" else listed)
+    text = f'pretrained_model_name_or_path = "sd15"\nsample_prompts = "prompts.{ending}"\n'
+    recipe = read(tmp_path, text, "data.folder=pictures")
+    own = [one.model_dump(exclude_none=True) for one in recipe.sample.prompts if not isinstance(one, str)]
+    assert own == [
+        {"prompt": "a dog", "negative": "blurry", "seed": 7, "steps": 12, "guidance": 5.5},
+        {"prompt": "a cat", "guidance": 3.0},
+    ]
+    assert any("sample_prompts width" in line for line in recipe.derived)
+    broken_files = {
+        "toml": ("prompt = 5", "[prompt]\nsubset = [5]", "[[prompt.subset]]\nseed = 1"),
+        "json": ("{}", "[5]", '[{"prompt": "a", "seed": "x"}]'),
+    }
+    for broken in broken_files[ending]:
+        (tmp_path / f"prompts.{ending}").write_text(broken)
+        with pytest.raises(RecipeError, match="sample_prompts"):
+            read(tmp_path, text, "data.folder=pictures")
+
+
 def test_sample_prompts_keep_their_own_settings(tmp_path: Path) -> None:
     lines = ("# mine", "a dog --n blurry, dark --d 7 --s 12 --l 4.5 --w 768", "", "a cat")
     (tmp_path / "prompts.txt").write_text("\n".join(lines))
@@ -375,6 +453,15 @@ def test_a_file_of_prompts_in_another_encoding_is_named(tmp_path: Path) -> None:
         ("optimizer_args = 5", "optimizer_args"),
         ('max_data_loader_n_workers = "x"', "max_data_loader_n_workers"),
         ('caption_dropout_every_n_epochs = "x"', "caption_dropout_every_n_epochs"),
+        ('lr_scheduler_num_cycles = "x"', "lr_scheduler_num_cycles: 'x'"),
+        ('lr_scheduler_power = "x"', "lr_scheduler_power: 'x'"),
+        ('max_token_length = "x"', "max_token_length: 'x'"),
+        ('network_args = ["conv_dim=x"]', "network_args conv_dim: 'x'"),
+        ('network_args = ["conv_dim=4", "conv_alpha=x"]', "network_args conv_alpha: 'x'"),
+        ('network_args = ["rank_dropout=x"]', "network_args rank_dropout: 'x'"),
+        ('network_args = ["module_dropout=x"]', "network_args module_dropout: 'x'"),
+        ('network_args = ["loraplus_lr_ratio=x"]', "network_args loraplus_lr_ratio: 'x'"),
+        ('network_args = ["factor=x"]', "network_args factor: 'x'"),
     ],
 )
 def test_an_option_of_another_type_is_one_line(tmp_path: Path, line: str, named: str) -> None:

@@ -33,15 +33,14 @@ from sqlalchemy.pool import StaticPool
 
 from darkroom.errors import DarkroomError
 from darkroom.sample.pictures import Picture
-from darkroom.serve import hooks, shared_queue
-from darkroom.serve import loop as serve_loop
+from darkroom.serve import shared_queue
 from darkroom.serve.engine import batch, tickets
 from darkroom.serve.engine import loop as engine_loop
+from darkroom.serve.engine import tickets as serve_loop
 from darkroom.serve.engine.loader import LoadedModel
 from darkroom.serve.engine.tickets import Shape
-from darkroom.serve.errors import Refused
-from darkroom.serve.jobs import active, admission, completion, core, intake, results, store
-from darkroom.serve.request import FINAL, PictureRequest
+from darkroom.serve.jobs import active, admission, core, results, store
+from darkroom.serve.request import FINAL, PictureRequest, Refused
 from darkroom.serve.settings import Limits, ServeSettings
 
 FAULTS_S, PATIENCE_S = 15.0, 600.0
@@ -797,7 +796,7 @@ async def _check(of: World, clients: list[Client]) -> None:
 
 def _patches() -> contextlib.ExitStack:
     stack, clock = contextlib.ExitStack(), Clock()
-    timed = (core, active, admission, completion, intake, results, store, shared_queue, serve_loop)
+    timed = (core, active, admission, results, active, results, store, shared_queue, serve_loop)
     for module in (*timed, engine_loop, tickets, batch):
         stack.enter_context(mock.patch.object(module, "time", clock))
     waiting = types.SimpleNamespace(Event=Signal)
@@ -811,7 +810,7 @@ def _patches() -> contextlib.ExitStack:
         (core.opening, "open_model", open_model),
         (engine_loop, "Bucket", Bucket),
         (engine_loop, "bucket_of", lambda row: row.size),
-        (hooks.Hooks, "png", lambda _, picture, origin=None: json.dumps(picture.parameters).encode()),
+        (results.Hooks, "png", lambda _, picture, origin=None: json.dumps(picture.parameters).encode()),
         (core.secrets, "randbelow", lambda most: world().draw.randrange(most)),
         (core.uuid, "uuid4", lambda: types.SimpleNamespace(hex=f"{world().draw.getrandbits(128):032x}")),
     )

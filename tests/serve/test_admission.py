@@ -11,10 +11,9 @@ from PIL import Image
 
 from darkroom import models
 from darkroom.serve.engine.tickets import ENLARGE_COST
-from darkroom.serve.errors import Refused
+from darkroom.serve.jobs.active import Rates
 from darkroom.serve.jobs.admission import check_limits, check_shape, check_texts, checked_picture
-from darkroom.serve.jobs.intake import Rates
-from darkroom.serve.request import PictureRequest
+from darkroom.serve.request import PictureRequest, Refused
 from darkroom.serve.settings import Limits
 
 

@@ -14,10 +14,9 @@ from PIL import Image
 
 from darkroom.serve import logs
 from darkroom.serve.engine.loop import Admission
-from darkroom.serve.errors import Refused
-from darkroom.serve.jobs import intake as jobs_intake
-from darkroom.serve.jobs.intake import Intake
-from darkroom.serve.request import PictureRequest, Uploads
+from darkroom.serve.jobs import active as jobs_intake
+from darkroom.serve.jobs.active import Intake
+from darkroom.serve.request import PictureRequest, Refused, Uploads
 from darkroom.serve.settings import Limits
 from serve.conftest import Released
 

@@ -226,7 +226,7 @@ def test_two_servers_do_not_share_a_folder(serve, model_folder, tmp_path):
 
 LOOKED_AT = """
 import contextlib, gc, os, signal, sys, threading, time, httpx
-from darkroom.serve.process import run
+from darkroom.serve.api.app import run
 from darkroom.serve.settings import ServeSettings
 
 def look():

@@ -16,7 +16,7 @@ from PIL import Image
 from darkroom.cli import serving
 from darkroom.cli.application import app
 from darkroom.errors import InputError
-from darkroom.serve import process
+from darkroom.serve.api import app as serve_app
 from darkroom.serve.api.guard import make_key
 from darkroom.serve.engine.fairness import Entry, FairQueue
 from darkroom.serve.settings import KeyLimits, Limits, ServeSettings, VertexRoutes
@@ -79,12 +79,12 @@ def test_limits_for_a_key_that_there_is_not_are_named_at_the_start(tmp_path, mon
     """A name mistyped left a key without its quota, and nothing said so."""
     make_key(tmp_path / "keys.txt", "alice")
     bounds = Limits(keys={"alice": KeyLimits(share=2), "alcie": KeyLimits(pictures_per_day=3)})
-    monkeypatch.setattr(process, "_listen", lambda *_: pytest.exit("far enough"))
+    monkeypatch.setattr(serve_app, "_listen", lambda *_: pytest.exit("far enough"))
     lines = []
-    monkeypatch.setattr(process.LOG, "warning", lambda line, *of: lines.append(line % of))
+    monkeypatch.setattr(serve_app.LOG, "warning", lambda line, *of: lines.append(line % of))
     settings = {"model": "tiny", "state": tmp_path / "state", "key_file": tmp_path / "keys.txt"}
     with pytest.raises(pytest.exit.Exception, match="far enough"):
-        process.run(ServeSettings(**settings, limits=bounds))
+        serve_app.run(ServeSettings(**settings, limits=bounds))
     assert lines == ["limits for key 'alcie': there is no key of that name"]
 
 

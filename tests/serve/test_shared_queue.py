@@ -18,10 +18,9 @@ from PIL import Image
 from darkroom import models, sample
 from darkroom.errors import InputError
 from darkroom.sample.generate import GenerateSettings
-from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.jobs.store import METADATA, JobStore, Record
-from darkroom.serve.request import AdapterChoice, PictureRequest
+from darkroom.serve.request import AdapterChoice, PictureRequest, Refused
 from darkroom.serve.settings import Limits, ServeSettings
 from darkroom.serve.shared_queue import Leases
 from serve.conftest import SMALL, difference

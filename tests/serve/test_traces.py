@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from darkroom.errors import InputError
-from darkroom.serve.traces import endpoint
+from darkroom.serve.logs import endpoint
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,34 @@ def test_an_adapter_learns_the_same_in_less_memory(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     started = lora_job(base, photos, tmp_path / "before").step.weights.masters
     assert any(not torch.equal(found[name], started[name]) for name in found)  # something was learned
+
+
+def test_checkpointing_a_text_encoder_too_says_nothing_and_changes_nothing(
+    base: Path, photos: Path, tmp_path: Path
+) -> None:
+    """transformers warns of the name it had for checkpointing before."""
+    text = "adapter.text_encoder=true"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        job = lora_job(base, photos, tmp_path / "again", text, "train.gradient_checkpointing=true")
+    assert job.task.modules["text_encoder"].is_gradient_checkpointing
+    found, expected = learned(job), learned(lora_job(base, photos, tmp_path / "plain", text))
+    assert any("text_encoder" in name for name in found)
+    assert all(torch.allclose(found[name], expected[name], atol=1e-7) for name in expected)
+
+
+def test_a_run_that_frees_in_its_forward_pass_gives_freed_blocks_back(
+    base: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("darkroom.train.setup.return_freed", asked.append)
+    lora_job(base, photos, tmp_path / "adapter")
+    assert asked == [2**20]
+    for told, more in (("false", []), ("true", [2**20])):
+        checkpointing = f"train.gradient_checkpointing={told}"
+        recipe = recipe_for("finetune", base, photos, "train.steps=2", checkpointing)
+        make_job(recipe, Pinned(tmp_path / told))
+        assert asked == [2**20, *more]
 
 
 def test_what_is_kept_falls_by_the_convolutions_inputs(base: Path, photos: Path, tmp_path: Path) -> None:

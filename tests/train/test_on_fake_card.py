@@ -9,11 +9,16 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
 import warm
+from darkroom.recipe import make_recipe
+from darkroom.recipe.objective import DistillSettings
+from darkroom.recipe.sections import ModelSettings, Task
+from darkroom.recipe.training import AdapterSettings, OptimSettings
 
 HERE = Path(__file__).parent
 GOLDEN: dict[str, int] = json.loads((HERE / "kernels.json").read_text())
@@ -39,6 +44,28 @@ def check(found: dict[str, dict[str, Any]]) -> None:
     assert {name: told["waits"] for name, told in found.items()} == {name: [] for name in found}
     assert {name: told["elsewhere"] for name, told in found.items()} == {name: [] for name in found}
     assert {name: told["kernels"] for name, told in found.items()} == {name: GOLDEN[name] for name in found}
+
+
+def choices(settings: type[BaseModel], field: str) -> set[str]:
+    """What a setting may be; None aside."""
+    kinds = settings.model_fields[field].annotation
+    return {name for kind in (kinds, *get_args(kinds)) for name in get_args(kind) if isinstance(name, str)}
+
+
+def test_every_choice_of_a_recipe_has_a_step_here():
+    """What the recipe's tasks, adapters or optimisers gain, `fake_steps` gains, with its golden number."""
+    from fake_steps import CASES  # which imports torchao
+
+    cases = [make_recipe({"data": {"store": "x", "resolution": 32}, **case}) for case in CASES.values()]
+    assert set(GOLDEN) == set(CASES)
+    assert {case.task for case in cases} == set(get_args(Task))
+    assert {case.optim.name for case in cases} == choices(OptimSettings, "name")
+    assert {case.adapter.kind for case in cases if case.adapter} == choices(AdapterSettings, "kind")
+    assert {case.objective.distill.method for case in cases if case.task == "distill"} == choices(
+        DistillSettings, "method"
+    )
+    assert choices(ModelSettings, "base_precision") == {"int8", "fp8", "nf4"}
+    assert {case.model.base_precision for case in cases} == choices(ModelSettings, "base_precision") | {None}
 
 
 def test_a_step_stays_on_the_card_and_waits_for_nothing():

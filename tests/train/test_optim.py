@@ -12,16 +12,8 @@ from transformers.optimization import (
 )
 
 from darkroom.recipe.sections import OptimSettings
-from darkroom.train.optim import (
-    clipped_step,
-    gradient_norm,
-    lr_factor,
-    make_optimiser,
-    optimiser_tensors,
-    parameter_groups,
-    restore_optimiser,
-    set_lr,
-)
+from darkroom.train.optim import make_optimiser, optimiser_tensors, parameter_groups, restore_optimiser
+from darkroom.train.step import clipped_step, gradient_norm, lr_factor, set_lr
 
 
 def test_rates_by_step() -> None:

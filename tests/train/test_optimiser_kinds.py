@@ -20,17 +20,14 @@ from darkroom.recipe.sections import OptimSettings, TrainSettings
 from darkroom.run import Run
 from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
 from darkroom.train.optim import (
-    clipped_step,
-    gradient_norm,
     make_optimiser,
     optimiser_numbers,
     optimiser_tensors,
     parameter_groups,
     restore_optimiser,
-    set_lr,
 )
 from darkroom.train.run import train
-from darkroom.train.step import Step
+from darkroom.train.step import Step, clipped_step, gradient_norm, set_lr
 from train.conftest import MakeRecipe
 
 KINDS = ["adamw", "adamw8bit", "adafactor", "came", "lion", "prodigy", "schedule-free", "muon"]

@@ -13,8 +13,6 @@ from torch import Tensor
 from darkroom.hardware import accelerator
 from darkroom.recipe.sections import OptimSettings
 from darkroom.train.optim import (
-    clipped_step,
-    gradient_norm,
     make_optimiser,
     optimiser_numbers,
     optimiser_tensors,
@@ -22,6 +20,7 @@ from darkroom.train.optim import (
     restore_optimiser,
 )
 from darkroom.train.optimisers import Adafactor, Prodigy
+from darkroom.train.step import clipped_step, gradient_norm
 
 SHAPES = {"unet.m": (24, 40), "unet.k": (4, 3, 3, 3), "unet.b": (6,)}
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import warm
 from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES
-from darkroom.train.setup import FINE_TUNING
+from darkroom.recipe.sections import Task
 
 PROGRAM = Path(__file__).parents[1] / "fake_device.py"
-OTHERS = {"pretrain", "autoencoder", "extractor"}
 
 
 def results(folder: Path, *names: str) -> dict[str, dict[str, str | int]]:
@@ -60,5 +60,5 @@ def test_nets_and_preparing_need_no_float64(tmp_path: Path) -> None:
 def test_every_task_trains_without_float64(tmp_path: Path) -> None:
     found = results(tmp_path, "train")
     tasks = {name.split()[1].rstrip(",") for name in found}
-    assert tasks == {*OTHERS, *FINE_TUNING, "control"}
+    assert tasks == {*get_args(Task), "control"}
     check(found)

@@ -164,7 +164,7 @@ def serve(
         return
     said_settings = _settings(said)
     check_paths(said_settings)
-    from darkroom.serve.process import run
+    from darkroom.serve.api.app import run
 
     run(said_settings)
 
@@ -224,7 +224,7 @@ def _limits(said: dict[str, Any]) -> Limits:
     """The file of --limits, then each --limit NAME=VALUE, then the options that have a name of their own."""
     from pydantic import ValidationError
 
-    from darkroom.serve.errors import said_of
+    from darkroom.serve.request import said_of
 
     limits = {} if said["limits"] is None else _limits_file(said["limits"])
     for one in said["limit"] or ():

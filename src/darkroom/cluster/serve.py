@@ -189,7 +189,7 @@ def run(settings: ServeSettings, replicas: Replicas, address: str | None = None)
 
 def told_to_stop(stop: threading.Event) -> None:
     """The first signal has the replicas drain. A second one leaves at once; on a cluster they drain on."""
-    from darkroom.serve.process import leave
+    from darkroom.serve.api.app import leave
 
     if stop.is_set():
         LOG.info("leaving at once; jobs that are not over are kept")

@@ -161,7 +161,7 @@ SESSIONS = 128
 """The most fragments of a store whose files stay open, one or more each."""
 
 
-class _Rows:
+class _FragmentRows:
     """Columns of a fragment, opened anew for every block."""
 
     def __init__(self, fragment: Any, columns: list[str]) -> None:
@@ -172,7 +172,7 @@ class _Rows:
         return self._fragment.take(rows, columns=self._columns)
 
 
-class _OpenRows(_Rows):
+class _OpenRows(_FragmentRows):
     """Columns of a fragment whose files stay open from the first block on, their footers decoded once."""
 
     @cached_property
@@ -196,7 +196,9 @@ class Reader:
         self._starts = np.array([fragment.offset for fragment in store.fragments], dtype=np.int64)
         self._columns = [want.column for want in wanted]
         fragments = store.dataset.get_fragments()
-        self._fragments: list[_Rows] = [_Rows(fragment, self._columns) for fragment in fragments]
+        self._fragments: list[_FragmentRows] = [
+            _FragmentRows(fragment, self._columns) for fragment in fragments
+        ]
         if len(fragments) <= SESSIONS:
             self._fragments = [_OpenRows(fragment, self._columns) for fragment in fragments]
 

@@ -68,7 +68,7 @@ def _by_group(values_N: Array, groups: Sequence[object] | None) -> tuple[Array, 
     return sums_G, np.bincount(index).astype(np.float64)
 
 
-def _frechet_interval(x_ND: Array, y_MD: Array, *, seed: int = 0, resamples: int | None = None) -> Interval:
+def frechet_interval(x_ND: Array, y_MD: Array, *, seed: int = 0, resamples: int | None = None) -> Interval:
     """The Frechet distance; pictures of both sets are drawn anew.
 
     Drawing with replacement raises the distance itself, as fewer pictures do. So the resamples tell the
@@ -142,7 +142,7 @@ def _kernel_interval(
     return percentile(scale * kernels.mmd(), scale * found)
 
 
-def _kid_interval(x_ND: Array, y_MD: Array, *, seed: int = 0) -> Interval:
+def kid_interval(x_ND: Array, y_MD: Array, *, seed: int = 0) -> Interval:
     """KID of whole sets with bootstrap; of sets too large for that, the mean and spread of random blocks."""
     if max(len(x_ND), len(y_MD)) <= LARGEST_KERNEL:
         return _kernel_interval(statistics.kernels_for_kid(x_ND, y_MD), seed=seed)
@@ -150,7 +150,7 @@ def _kid_interval(x_ND: Array, y_MD: Array, *, seed: int = 0) -> Interval:
     return percentile(float(blocks.mean()), blocks)
 
 
-def _cmmd_interval(x_ND: Array, y_MD: Array, *, seed: int = 0) -> Interval:
+def cmmd_interval(x_ND: Array, y_MD: Array, *, seed: int = 0) -> Interval:
     """CMMD with bootstrap; of sets too large for that, of as many random pictures as can be compared."""
     draws = np.random.default_rng(seed)
     x_ND, y_MD = (
@@ -241,7 +241,7 @@ class Metric:
 def fid(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """Frechet distance of two sets' features (Heusel et al. 2017), with its bias by sample size."""
     x_ND, y_MD = _both(scorer, extractor)
-    interval = _frechet_interval(x_ND, y_MD, seed=scorer.seed)
+    interval = frechet_interval(x_ND, y_MD, seed=scorer.seed)
     settings = {"resamples": _frechet_resamples(x_ND, y_MD)}
     return MetricResult(
         interval, scorer.sets.pictures, scorer.sets.reference, _size_note(x_ND, y_MD), settings
@@ -276,7 +276,7 @@ def kid(scorer: Scorer, extractor: Extractor) -> MetricResult:
     x_ND, y_MD = _both(scorer, extractor)
     blocks = max(len(x_ND), len(y_MD)) > LARGEST_KERNEL
     notes = [f"mean and spread of {statistics.BLOCKS} blocks of {statistics.BLOCK_SIZE}"] if blocks else []
-    interval = _kid_interval(x_ND, y_MD, seed=scorer.seed)
+    interval = kid_interval(x_ND, y_MD, seed=scorer.seed)
     notes += _kernel_notes(interval, x_ND, y_MD)
     return MetricResult(interval, scorer.sets.pictures, scorer.sets.reference, "; ".join(notes))
 
@@ -286,7 +286,7 @@ def cmmd(scorer: Scorer, extractor: Extractor) -> MetricResult:
     x_ND, y_MD = _both(scorer, extractor)
     cut = max(len(x_ND), len(y_MD)) > LARGEST_KERNEL
     notes = [f"of {LARGEST_KERNEL} random pictures a set"] if cut else []
-    interval = _cmmd_interval(x_ND, y_MD, seed=scorer.seed)
+    interval = cmmd_interval(x_ND, y_MD, seed=scorer.seed)
     notes += _kernel_notes(interval, x_ND, y_MD)
     return MetricResult(interval, scorer.sets.pictures, scorer.sets.reference, "; ".join(notes))
 

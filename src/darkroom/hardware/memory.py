@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import sys
 import weakref
 
 import psutil
@@ -12,6 +13,7 @@ import psutil
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import MAPS, peak_resident_bytes, reset_peak_resident
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
 _DONTNEED = 4  # of madvise: drop the pages; those of a mapped file stay in it
 _watching: weakref.WeakSet[PeakMemory] = weakref.WeakSet()
 
@@ -53,6 +55,21 @@ def give_back() -> None:
     """Return freed memory to the system (glibc keeps small blocks otherwise)."""
     with contextlib.suppress(OSError, AttributeError, TypeError):  # no such call on this system
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def return_freed(least_bytes: int) -> bool:
+    """Have glibc give freed blocks of so many bytes and more back at once: resident memory follows what is
+    alive, where else blocks that are freed among others that live on leave holes.
+
+    Costs some speed: each such block is zeroed anew. It is the process's from then on. False where there is
+    no glibc.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        return all(library.mallopt(name, least_bytes) for name in (_MMAP_THRESHOLD, _TRIM_THRESHOLD))
+    return False
 
 
 def file_mappings() -> list[tuple[int, int]]:

@@ -306,7 +306,7 @@ def _zip_parts(folder: Path) -> Iterator[Iterator[Part]]:
 
 
 def _write_tars(folder: Path, pictures: Iterable[_Made]) -> None:
-    """Tars of a thousand pictures, each with its text and JSON beside it, as img2dataset writes them."""
+    """Tars of a thousand pictures, each with its text and JSON, as img2dataset writes them."""
     for shard, some in enumerate(_at_once(pictures, SHARD)):
         with tarfile.open(folder / f"{shard:05d}.tar", "w") as archive:
             for one in some:

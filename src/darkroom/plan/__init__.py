@@ -32,7 +32,7 @@ __all__ = [
     "to_dict",
 ]
 
-_MODULES = ("ask", "jobs", "pictures", "show", "targets")
+_MODULES = ("ask", "jobs", "settings", "show", "targets")
 
 
 def __getattr__(name: str) -> Any:

@@ -36,7 +36,6 @@ LATENTS, SAMPLES, DECODED = "latents", "samples", "decoded samples"
 # back, others lie between ones that live on. Medians of ordinary runs (memory-cpu.csv, memory-runs.csv).
 KEPT_OF_LATENTS, KEPT_OF_PICTURES = 0.05, 0.5
 KEPT_OF_STEP = 0.2  # 0.16 to 0.29: nearly all blocks live until the backward pass
-KEPT_OF_HOLED_STEP = 0.85  # 0.63 to 1.13: the forward pass frees blocks among those that live on
 
 
 @dataclass(frozen=True)
@@ -169,11 +168,13 @@ class Profile:
         return max(kinds, key=lambda held: sum(held.values()))
 
     def _kept(self, stage: str) -> float:
+        if self.facts.get("frees_in_forward"):
+            return 0.0  # train.setup has such a run give freed blocks back at once
         if stage == LATENTS:
             return KEPT_OF_LATENTS
         if stage not in TRAIN_STAGES:
             return KEPT_OF_PICTURES
-        return KEPT_OF_HOLED_STEP if self.facts.get("frees_in_forward") else KEPT_OF_STEP
+        return KEPT_OF_STEP
 
     def _held(
         self, moment: Moment, rows: int, accumulate: bool, step_rows: int, shards: int, gathers: bool
@@ -252,7 +253,7 @@ def envelope(stages: Sequence[str], fixed: Floats, row: Floats, max_rows: int = 
 
 CODE = (
     *("train", "sample", "models", "prepare", "recipe", "counting.py", "proof/peers.py"),
-    *(f"plan/{name}.py" for name in ("counts", "generation", "pictures", "settings", "tracing", "training")),
+    *(f"plan/{name}.py" for name in ("counts", "generation", "settings", "tracing", "training")),
     "hardware/accelerator.py",
 )
 """What a count depends on: these folders and files of darkroom. A test holds them to what a count runs."""

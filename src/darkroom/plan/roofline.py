@@ -28,7 +28,7 @@ from darkroom.plan.counts import Floats, KernelColumns, Profile
 HERE = Path(__file__).parent
 ARITHMETIC = ("conv", "matmul", "attention")
 MOST = 0.8  # of its peak: what the best matrix products reach
-GRAPHICS = ("Ampere", "Ada", "Blackwell")  # architectures with chips of both kinds
+GRAPHICS = ("Ampere", "Ada", "Blackwell", "RDNA 3")  # of the first three there are chips of both kinds
 OLD_SERVER = 2021  # until then servers had Skylake to Rome processors
 
 
@@ -121,7 +121,7 @@ class TimeBreakdown:
 
 def graphics(card: Card) -> bool:
     """Whether a card's chip is of the kind that draws too: fewer tensor units for each float32 unit, half
-    of which are shared with integers.
+    of which are shared with integers; of RDNA 3 they work where two instructions can be issued as one (VOPD).
     """
     return card.flops.get("fp16", 0.0) < 10 * card.flops["float32"] and card.architecture in GRAPHICS
 

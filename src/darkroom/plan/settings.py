@@ -78,16 +78,16 @@ def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
     """What a plan needs of a recipe besides its counts. InputError for what is not planned, ModelError for a
     base that is no model's name.
     """
-    check_reference(str(recipe.model.base))
-    from darkroom.train.checks import check_settings
-    from darkroom.train.data.local_dataset import CLASS_STEPS
-
     if recipe.task == "extractor":
         raise InputError(
             "a plan of task extractor",
             allowed="the other tasks",
             mend="a small extractor trains within minutes: just train it",
         )
+    check_reference(str(recipe.model.base))
+    from darkroom.train.checks import check_settings
+    from darkroom.train.data.local_dataset import CLASS_STEPS
+
     check_settings(recipe)
     train, vae, parallel = recipe.train, recipe.model.vae, recipe.parallel
     counted = as_counted(train, recipe.optim, recipe.data, recipe.sample)

@@ -111,10 +111,7 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
             facts={
                 **_facts(side, model, task.modules.values(), step, averages=recipe.train.ema.enabled),
                 "encodes_inline": inline,
-                # Frozen layers and checkpointed blocks let their inputs go as soon as they have run.
-                "frees_in_forward": recipe.train.gradient_checkpointing
-                or recipe.adapts
-                or recipe.model.word is not None,
+                "frees_in_forward": recipe.frees_in_forward,
                 **({"adapter_bytes": _adapter_bytes(step.weights.masters)} if recipe.adapts else {}),
             },
         )

@@ -40,11 +40,12 @@ from darkroom.recipe.kohya_options import (
     check_numbers,
     read_arguments,
     read_choice,
+    read_file,
     read_float,
     read_number,
     read_real,
     read_side,
-    read_toml,
+    read_table,
     read_whole,
 )
 
@@ -80,7 +81,7 @@ class RecipeDraft:
 def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     """A recipe's content of a TOML of sd-scripts, and lines about what was left out."""
     file = Path(path)
-    given = _flat(read_toml(file))
+    given = _flat(read_table(file))
     read = RecipeDraft()
     if state := given.pop("resume", None):
         refuse_foreign_state("resume", file.parent / str(state))
@@ -108,7 +109,7 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     _length(read, given)
     _optimiser(read, given)
     if prompts := given.get("sample_prompts"):
-        read.put("sample.prompts", list(_prompts(read, file.parent / str(prompts))))
+        read.put("sample.prompts", list(_prompts(read, _near(file.parent, prompts))))
     if read.unknown:
         read.notes.append(f"not known here and left out: {', '.join(sorted(read.unknown))}")
     return read.content, read.notes
@@ -228,6 +229,12 @@ def _caption_dropout(read: RecipeDraft, given: Mapping[str, Any]) -> None:
     if every := int(given.get("caption_dropout_every_n_epochs") or 0):
         rate = float(read.content.get("data", {}).get("caption_dropout", 0.0))
         read.put("data.caption_dropout", round(1 - (1 - rate) * (1 - 1 / every), 6))
+
+
+def _near(folder: Path, name: Any) -> Path:
+    """A file named in a TOML: beside it, or from where darkroom was started, as sd-scripts have it."""
+    beside = folder / str(name)
+    return beside if beside.is_file() or not Path(str(name)).is_file() else Path(str(name))
 
 
 def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -407,7 +414,7 @@ def _sets(read: RecipeDraft, given: Mapping[str, Any], folder: Path) -> None:
     """Folders of pictures as data.sets."""
     prior = float(given.get("prior_loss_weight", 1.0))
     if config := given.get("dataset_config"):
-        found = list(_configured(read, read_toml(folder / str(config)), prior))
+        found = list(_configured(read, read_table(_near(folder, config)), prior))
         made, is_class = [one for one, _ in found], [of_class for _, of_class in found]
     else:
         if given.get("in_json"):
@@ -583,10 +590,17 @@ PROMPT_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
 }
 
 
+PROMPT_KEYS = {"negative_prompt": "n", "seed": "d", "sample_steps": "s", "scale": "l"}
+"""What sample prompts in TOML or JSON call the options of a text file."""
+
+
 def _prompts(read: RecipeDraft, file: Path) -> Iterator[str | dict[str, Any]]:
-    """The prompts of a text file, with --n, --d, --s and --l behind them; their size is the grid's."""
+    """The prompts of a text, TOML or JSON file with their own settings; their size is the grid's."""
     if not file.is_file():
         raise RecipeError("sample_prompts", f"no file '{file}'")
+    if file.suffix.lower() in (".toml", ".json"):
+        yield from _prompt_tables(read, file)
+        return
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -595,13 +609,45 @@ def _prompts(read: RecipeDraft, file: Path) -> Iterator[str | dict[str, Any]]:
         ) from error
     for line in text.splitlines():
         if (prompt := line.strip()) and not prompt.startswith("#"):
-            first, *options = re.split(r"\s--(?=[a-z]+\s)", prompt)
-            own: dict[str, Any] = {}
-            for option in options:
-                name, _, value = option.partition(" ")
-                if name in PROMPT_OPTIONS:
-                    key, kind = PROMPT_OPTIONS[name]
-                    own[key] = kind(value.strip())
-                elif f"sample_prompts --{name}" not in read.unknown:
-                    read.unknown.append(f"sample_prompts --{name}")
-            yield {"prompt": first.strip(), **own} if own else first.strip()
+            yield _prompt_of_line(read, prompt)
+
+
+def _prompt_of_line(read: RecipeDraft, line: str) -> str | dict[str, Any]:
+    prompt, *options = re.split(r"\s--(?=[a-z]+\s)", line)
+    pairs = (option.partition(" ") for option in options)
+    return _with_options(read, prompt.strip(), {name: value for name, _, value in pairs}, "--")
+
+
+def _prompt_tables(read: RecipeDraft, file: Path) -> Iterator[str | dict[str, Any]]:
+    """[[prompt.subset]] of TOML, each with what [prompt] says for all, or a list of JSON."""
+    content = read_file(file)
+    if file.suffix.lower() == ".toml":
+        shared = content.get("prompt", {})
+        subsets = shared.get("subset") if isinstance(shared, dict) else None
+        if not isinstance(subsets, list) or not all(isinstance(one, dict) for one in subsets):
+            raise RecipeError("sample_prompts", f"'{file}' has no [[prompt.subset]]")
+        content = [{name: value for name, value in shared.items() if name != "subset"} | s for s in subsets]
+    if not isinstance(content, list):
+        raise RecipeError("sample_prompts", f"'{file}' is no list of prompts")
+    for one in content:
+        if isinstance(one, str):
+            yield _prompt_of_line(read, one)
+        elif isinstance(one, dict) and isinstance(prompt := one.get("prompt"), str):
+            options = {PROMPT_KEYS.get(str(n), str(n)): value for n, value in one.items() if n != "prompt"}
+            yield _with_options(read, prompt, options, "")
+        else:
+            raise RecipeError("sample_prompts", f"'{file}': {str(one)[:60]}", mend="give it a prompt")
+
+
+def _with_options(
+    read: RecipeDraft, prompt: str, options: Mapping[str, Any], before: str
+) -> str | dict[str, Any]:
+    """A prompt with those of its options that are known here; the others are named."""
+    own: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in PROMPT_OPTIONS:
+            key, kind = PROMPT_OPTIONS[name]
+            own[key] = kind(str(value).strip())
+        elif f"sample_prompts {before}{name}" not in read.unknown:
+            read.unknown.append(f"sample_prompts {before}{name}")
+    return {"prompt": prompt, **own} if own else prompt

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +40,23 @@ def read_choice(name: str, table: Mapping[str, Any]) -> Callable[[Any], Any]:
     return read
 
 
-def read_toml(file: Path) -> dict[str, Any]:
-    """A TOML file's content; RecipeError where it is missing or no TOML."""
+def read_table(file: Path) -> dict[str, Any]:
+    """A TOML or JSON file's content, by its ending; RecipeError where it is missing or neither."""
+    content = read_file(file)
+    if not isinstance(content, dict):
+        raise RecipeError(str(file), "not a table of options", mend='write it as {"name": value, ...}')
+    return content
+
+
+def read_file(file: Path) -> Any:
+    """What a JSON file holds, or one of TOML, which has any other ending."""
     if not file.is_file():
         raise RecipeError.missing(file)
+    kind = "JSON" if file.suffix.lower() == ".json" else "TOML"
     try:
-        return tomllib.loads(read_typed(file))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(str(file), f"not readable as TOML: {error}") from error
+        return json.loads(read_typed(file)) if kind == "JSON" else tomllib.loads(read_typed(file))
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RecipeError(str(file), f"not readable as {kind}: {error}") from error
 
 
 def read_arguments(given: Any) -> Iterator[tuple[str, str]]:
@@ -130,6 +141,16 @@ def read_number(value: Any) -> Any:
         return value
 
 
+def whole(name: str) -> Callable[[Any], int]:
+    """Reads a whole number under the name of its option."""
+    return partial(read_whole, name)
+
+
+def real(name: str) -> Callable[[Any], float]:
+    """Reads a number under the name of its option."""
+    return partial(read_real, name)
+
+
 PRECISIONS = {"no": "float32", "fp16": "fp16", "bf16": "bf16"}
 LOSSES = {"l2": "mse", "l1": "l1", "huber": "huber", "smooth_l1": "smooth-l1"}
 OPTIMISERS = {
@@ -170,8 +191,12 @@ TABLE: dict[str, KohyaOption] = {
     "unet_lr": KohyaOption("optim.unet_lr", read_number),
     "stop_text_encoder_training": KohyaOption("optim.text_encoder_steps"),
     "lr_scheduler": KohyaOption("optim.lr_schedule", read_choice("lr_scheduler", DECAYS)),
-    "lr_scheduler_num_cycles": KohyaOption("optim.num_cycles", int, "of cosine_with_restarts, else left out"),
-    "lr_scheduler_power": KohyaOption("optim.power", float, "of polynomial, else left out"),
+    "lr_scheduler_num_cycles": KohyaOption(
+        "optim.num_cycles", whole("lr_scheduler_num_cycles"), "of cosine_with_restarts, else left out"
+    ),
+    "lr_scheduler_power": KohyaOption(
+        "optim.power", real("lr_scheduler_power"), "of polynomial, else left out"
+    ),
     "optimizer_type": KohyaOption("optim.name", read_choice("optimizer_type", OPTIMISERS)),
     "fused_backward_pass": KohyaOption("optim.fused_backward"),
     "max_grad_norm": KohyaOption("optim.clip_norm", lambda norm: norm or None, "0 is null"),
@@ -204,7 +229,7 @@ TABLE: dict[str, KohyaOption] = {
         lambda layers: layers - 1,
         "one less: 1 is the last layer; left out for SDXL, where sd-scripts pass it by",
     ),
-    "max_token_length": KohyaOption("data.max_token_length", int),
+    "max_token_length": KohyaOption("data.max_token_length", whole("max_token_length")),
     "weighted_captions": KohyaOption("data.weighted_captions"),
     "shuffle_caption": KohyaOption("data.shuffle_tags"),
     "keep_tokens": KohyaOption("data.keep_tokens"),
@@ -235,14 +260,16 @@ TABLE: dict[str, KohyaOption] = {
 }
 """Options that are one key here."""
 NETWORK: dict[str, KohyaOption] = {
-    "conv_dim": KohyaOption("adapter.conv_rank", int, "with adapter.targets=conv"),
+    "conv_dim": KohyaOption("adapter.conv_rank", whole("network_args conv_dim"), "with adapter.targets=conv"),
     "conv_alpha": KohyaOption(
-        "adapter.conv_alpha", float, "not given: 1 of networks.lora, network_alpha of lycoris.kohya"
+        "adapter.conv_alpha",
+        real("network_args conv_alpha"),
+        "not given: 1 of networks.lora, network_alpha of lycoris.kohya",
     ),
-    "rank_dropout": KohyaOption("adapter.rank_dropout", float),
-    "module_dropout": KohyaOption("adapter.module_dropout", float),
-    "loraplus_lr_ratio": KohyaOption("optim.loraplus_lr_ratio", float),
-    "factor": KohyaOption("adapter.factor", int),
+    "rank_dropout": KohyaOption("adapter.rank_dropout", real("network_args rank_dropout")),
+    "module_dropout": KohyaOption("adapter.module_dropout", real("network_args module_dropout")),
+    "loraplus_lr_ratio": KohyaOption("optim.loraplus_lr_ratio", real("network_args loraplus_lr_ratio")),
+    "factor": KohyaOption("adapter.factor", whole("network_args factor")),
     "decompose_both": KohyaOption("adapter.decompose_both", lambda on: str(on).lower() == "true"),
     "dora_wd": KohyaOption("adapter.dora", lambda on: str(on).lower() == "true"),
     "rs_lora": KohyaOption("adapter.rslora", lambda on: str(on).lower() == "true"),
@@ -260,7 +287,7 @@ SEVERAL: dict[str, str] = {
     "train_data_dir": "data.sets: each folder N_name is one, with its repeats and its name as the caption",
     "reg_data_dir": "data.sets likewise, with loss_weight; in all they come as often as the rest",
     "prior_loss_weight": "loss_weight of the sets of reg_data_dir, or with is_reg",
-    "dataset_config": "a TOML of [[datasets]] with [[datasets.subsets]], read as data.sets",
+    "dataset_config": "a TOML or JSON of [[datasets]] with [[datasets.subsets]], read as data.sets",
     "in_json": "data.sets[].captions, of the pictures in train_data_dir",
     "gradient_accumulation_steps": "train.global_batch",
     "max_train_epochs": "train.steps, by the pictures in the folders",
@@ -281,7 +308,8 @@ SEVERAL: dict[str, str] = {
     "network_train_unet_only": "adapter.text_encoder=false",
     "network_train_text_encoder_only": "optim.layers: the U-Net's rate is 0",
     "resume": "refused, with the key that begins with the state's weights: its optimiser is pickled",
-    "sample_prompts": "sample.prompts: a text file's lines with --n, --d, --s, --l; pictures are of one size",
+    "sample_prompts": "sample.prompts: a text file's lines with --n, --d, --s, --l, or TOML or JSON; "
+    "pictures are of one size",
 }
 """Options that are more than one key, or depend on others."""
 NEEDLESS = frozenset(
@@ -323,6 +351,7 @@ NEEDLESS = frozenset(
         "sample_sampler",
         "sample_at_first",
         "console_log_simple",
+        "v2",
         "skip_cache_check",
     )
 )

@@ -1,4 +1,6 @@
-"""Reading a recipe: YAML and `key=value` overrides in, a checked `Recipe` out, errors in one line."""
+"""Reading a recipe: YAML and `key=value` overrides in, a checked `Recipe` out, errors in one line. What is
+not said takes the default of its task, each with the reason.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from pydantic_core import ErrorDetails
 
 from darkroom.errors import RecipeError
 from darkroom.hardware.system import read_typed
-from darkroom.recipe.rules import check_together, fill
+from darkroom.recipe.fine_tuning import (
+    FINE_TUNING,
+)
+from darkroom.recipe.rules import (
+    Default,
+    check_together,
+    own_rate,
+)
 from darkroom.recipe.sections import (
     ADAPTER_TASKS,
     RENAMED,
@@ -394,3 +403,114 @@ def _sibling_keys(loc: tuple[int | str, ...]) -> list[str]:
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     return next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+
+
+# ---- what a task sets by default
+
+
+_SHORT_RUN = "the average of so short a run lags behind it"
+_OWN: dict[str, tuple[Default, ...]] = {
+    "finetune": (
+        ("optim.lr", 1e-5, "all weights, learned long before: small steps"),
+        ("train.steps", 1000, ""),
+        ("train.global_batch", 16, ""),
+    ),
+    "lora": (
+        ("optim.lr", 1e-4, "an adapter starts at nothing"),
+        ("train.steps", 1000, ""),
+        ("train.global_batch", 4, ""),
+    ),
+    "dreambooth": (
+        ("optim.lr", 5e-6, "the published best of full DreamBooth: 400 steps of one picture at 5e-6"),
+        ("train.steps", 400, "the published best of full DreamBooth"),
+        ("train.global_batch", 1, "the published best of DreamBooth"),
+    ),
+    "dreambooth-lora": (
+        ("optim.lr", 1e-4, "the published best of DreamBooth with LoRA: 500 steps of one picture at 1e-4"),
+        ("train.steps", 500, "the published best of DreamBooth with LoRA"),
+        ("train.global_batch", 1, "the published best of DreamBooth"),
+    ),
+    "dpo": (
+        ("optim.lr", 1e-5, "preferences shift a model a little"),
+        ("train.steps", 1000, ""),
+        ("train.global_batch", 4, "pairs"),
+    ),
+    "textual-inversion": (
+        ("optim.lr", 2e-3, "5e-4 for each of four pictures, as the paper scales it"),
+        ("train.steps", 3000, "as the paper's authors advise"),
+        ("train.global_batch", 4, "as the paper's authors advise"),
+        ("optim.weight_decay", 0.0, "a word drawn towards zero would mean nothing"),
+    ),
+    "distill": (
+        ("optim.lr", 8e-6, "all weights of a U-Net, as LCM's paper has it; 1e-4 with an adapter"),
+        ("train.steps", 1000, ""),
+        ("train.global_batch", 16, ""),
+        ("sample.steps", 4, "what is distilled is drawn in few steps"),
+        ("sample.guidance", 1.0, "guidance is distilled too"),
+    ),
+}
+_EXTRACTOR: tuple[Default, ...] = (
+    ("model.base", "extractor", "darkroom's own small network"),
+    ("optim.lr", 2e-3, "a small network from random weights"),
+)
+_TINY_VAE: tuple[Default, ...] = (("optim.lr", 5e-4, "a small network from random weights"),)
+_ALL_FINE_TUNING: tuple[Default, ...] = (
+    ("train.ema.enabled", False, _SHORT_RUN),
+    ("data.encode", "auto", "latents are made once where pictures are always cut alike"),
+)
+_SCHEDULE_FREE: Default = ("train.ema.enabled", False, "schedule-free averages by itself")
+
+
+def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
+    """The defaults that differ from the recipe's own, for this content; the first of a key counts."""
+    task = content.get("task")
+    optim = content.get("optim")
+    name = optim.get("name") if isinstance(optim, dict) else None
+    scaled = isinstance(optim, dict) and optim.get("scale_parameter") is False
+    if (own := own_rate(task, name, scales=not scaled)) is not None:
+        yield own
+    if name == "lion":
+        yield from _lion(content)
+    if name == "schedule-free":
+        yield _SCHEDULE_FREE
+    if _optim_fused(content):
+        yield "optim.clip_norm", None, "the step is taken inside the backward pass, before the norm is known"
+    if task == "distill" and content.get("adapter") is not None:
+        yield "optim.lr", 1e-4, "an adapter starts at nothing"
+    if isinstance(task, str) and task in FINE_TUNING:
+        yield from _OWN[task]
+        yield from _ALL_FINE_TUNING
+    if task == "extractor":
+        yield from _EXTRACTOR
+    if task == "tiny-vae":
+        yield from _TINY_VAE
+
+
+def _lion(content: Mapping[str, Any]) -> Iterator[Default]:
+    """Lion's betas, a third of AdamW's rate and thrice its decay, which the paper has at 3 to 10 times."""
+    plain = {**content, "optim": {**content["optim"], "name": "adamw"}}
+    usual = dict(reversed([(key, value) for key, value, _ in defaults_of(plain)]))
+    lr, decay = usual.get("optim.lr", 1e-4), usual.get("optim.weight_decay", 0.01)
+    yield "optim.lr", float(f"{lr / 3:.1g}"), "each step of Lion moves every weight by the whole rate"
+    yield "optim.beta2", 0.99, "Lion's own"
+    yield "optim.weight_decay", 3 * decay, "Lion's rate is smaller, and decay goes with it"
+
+
+def _optim_fused(content: Mapping[str, Any]) -> bool:
+    """Whether the content asks for the step inside the backward pass."""
+    optim = content.get("optim")
+    return isinstance(optim, dict) and optim.get("fused_backward") is True
+
+
+def fill(content: dict[str, Any]) -> list[Default]:
+    """Put a task's defaults where nothing is said, in place; returns what was put."""
+    put = []
+    for key, value, why in defaults_of(content):
+        *parents, last = key.split(".")
+        inner: Any = content
+        for parent in parents:
+            inner = inner.setdefault(parent, {}) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and last not in inner:
+            inner[last] = value
+            put.append((key, value, why))
+    return put

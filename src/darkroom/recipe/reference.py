@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 from darkroom.errors import InputError
-from darkroom.recipe.rules import defaults_of
+from darkroom.recipe.read import defaults_of
 from darkroom.recipe.sections import OptimSettings, Recipe, Task
 
 REQUIRED = "required"

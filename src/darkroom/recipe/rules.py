@@ -1,8 +1,8 @@
-"""Rules across sections: what a task sets by default, with the reason, and what does not go together."""
+"""Rules across sections: what does not go together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from darkroom.errors import RecipeError
@@ -36,100 +36,13 @@ if TYPE_CHECKING:
 
 Default = tuple[str, Any, str]
 """A key, its value, and why."""
-
-_SHORT_RUN = "the average of so short a run lags behind it"
-_OWN: dict[str, tuple[Default, ...]] = {
-    "finetune": (
-        ("optim.lr", 1e-5, "all weights, learned long before: small steps"),
-        ("train.steps", 1000, ""),
-        ("train.global_batch", 16, ""),
-    ),
-    "lora": (
-        ("optim.lr", 1e-4, "an adapter starts at nothing"),
-        ("train.steps", 1000, ""),
-        ("train.global_batch", 4, ""),
-    ),
-    "dreambooth": (
-        ("optim.lr", 5e-6, "the published best of full DreamBooth: 400 steps of one picture at 5e-6"),
-        ("train.steps", 400, "the published best of full DreamBooth"),
-        ("train.global_batch", 1, "the published best of DreamBooth"),
-    ),
-    "dreambooth-lora": (
-        ("optim.lr", 1e-4, "the published best of DreamBooth with LoRA: 500 steps of one picture at 1e-4"),
-        ("train.steps", 500, "the published best of DreamBooth with LoRA"),
-        ("train.global_batch", 1, "the published best of DreamBooth"),
-    ),
-    "dpo": (
-        ("optim.lr", 1e-5, "preferences shift a model a little"),
-        ("train.steps", 1000, ""),
-        ("train.global_batch", 4, "pairs"),
-    ),
-    "textual-inversion": (
-        ("optim.lr", 2e-3, "5e-4 for each of four pictures, as the paper scales it"),
-        ("train.steps", 3000, "as the paper's authors advise"),
-        ("train.global_batch", 4, "as the paper's authors advise"),
-        ("optim.weight_decay", 0.0, "a word drawn towards zero would mean nothing"),
-    ),
-    "distill": (
-        ("optim.lr", 8e-6, "all weights of a U-Net, as LCM's paper has it; 1e-4 with an adapter"),
-        ("train.steps", 1000, ""),
-        ("train.global_batch", 16, ""),
-        ("sample.steps", 4, "what is distilled is drawn in few steps"),
-        ("sample.guidance", 1.0, "guidance is distilled too"),
-    ),
-}
-_EXTRACTOR: tuple[Default, ...] = (
-    ("model.base", "extractor", "darkroom's own small network"),
-    ("optim.lr", 2e-3, "a small network from random weights"),
-)
-_TINY_VAE: tuple[Default, ...] = (("optim.lr", 5e-4, "a small network from random weights"),)
-_ALL_FINE_TUNING: tuple[Default, ...] = (
-    ("train.ema.enabled", False, _SHORT_RUN),
-    ("data.encode", "auto", "latents are made once where pictures are always cut alike"),
-)
-_SCHEDULE_FREE: Default = ("train.ema.enabled", False, "schedule-free averages by itself")
 _ADAFACTOR = {"finetune": 5e-4, "dreambooth": 2.5e-4}
 """AdamW's rate by the size of a trained U-Net's weights, about 0.02."""
 LEAST_SHARE = 0.05
 """A rate below this share of the optimiser's own is one that was meant for another optimiser."""
 
 
-def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
-    """The defaults that differ from the recipe's own, for this content; the first of a key counts."""
-    task = content.get("task")
-    optim = content.get("optim")
-    name = optim.get("name") if isinstance(optim, dict) else None
-    scaled = isinstance(optim, dict) and optim.get("scale_parameter") is False
-    if (own := _own_rate(task, name, scales=not scaled)) is not None:
-        yield own
-    if name == "lion":
-        yield from _lion(content)
-    if name == "schedule-free":
-        yield _SCHEDULE_FREE
-    if _optim_fused(content):
-        yield "optim.clip_norm", None, "the step is taken inside the backward pass, before the norm is known"
-    if task == "distill" and content.get("adapter") is not None:
-        yield "optim.lr", 1e-4, "an adapter starts at nothing"
-    if isinstance(task, str) and task in FINE_TUNING:
-        yield from _OWN[task]
-        yield from _ALL_FINE_TUNING
-    if task == "extractor":
-        yield from _EXTRACTOR
-    if task == "tiny-vae":
-        yield from _TINY_VAE
-
-
-def _lion(content: Mapping[str, Any]) -> Iterator[Default]:
-    """Lion's betas, a third of AdamW's rate and thrice its decay, which the paper has at 3 to 10 times."""
-    plain = {**content, "optim": {**content["optim"], "name": "adamw"}}
-    usual = dict(reversed([(key, value) for key, value, _ in defaults_of(plain)]))
-    lr, decay = usual.get("optim.lr", 1e-4), usual.get("optim.weight_decay", 0.01)
-    yield "optim.lr", float(f"{lr / 3:.1g}"), "each step of Lion moves every weight by the whole rate"
-    yield "optim.beta2", 0.99, "Lion's own"
-    yield "optim.weight_decay", 3 * decay, "Lion's rate is smaller, and decay goes with it"
-
-
-def _own_rate(task: Any, name: Any, *, scales: bool = True) -> Default | None:
+def own_rate(task: Any, name: Any, *, scales: bool = True) -> Default | None:
     """The learning rate of an optimiser whose scale is not AdamW's; None of the others."""
     if name == "prodigy":
         return "optim.lr", 1.0, "Prodigy finds the rate by itself; this is its factor"
@@ -137,26 +50,6 @@ def _own_rate(task: Any, name: Any, *, scales: bool = True) -> Default | None:
         rate = _ADAFACTOR.get(task, 1e-2) if isinstance(task, str) else 1e-2
         return "optim.lr", rate, "Adafactor's rate is relative to the size of each weight"
     return None
-
-
-def _optim_fused(content: Mapping[str, Any]) -> bool:
-    """Whether the content asks for the step inside the backward pass."""
-    optim = content.get("optim")
-    return isinstance(optim, dict) and optim.get("fused_backward") is True
-
-
-def fill(content: dict[str, Any]) -> list[Default]:
-    """Put a task's defaults where nothing is said, in place; returns what was put."""
-    put = []
-    for key, value, why in defaults_of(content):
-        *parents, last = key.split(".")
-        inner: Any = content
-        for parent in parents:
-            inner = inner.setdefault(parent, {}) if isinstance(inner, dict) else None
-        if isinstance(inner, dict) and last not in inner:
-            inner[last] = value
-            put.append((key, value, why))
-    return put
 
 
 # ---- what does not go together
@@ -381,7 +274,7 @@ def _check_optimiser(optim: OptimSettings, train: TrainSettings) -> None:
 
 def _check_rates(task: str, optim: OptimSettings, phases: Sequence[PhaseSettings]) -> None:
     """A rate for AdamW makes an optimiser of another scale learn nothing, and nobody would see why."""
-    own = _own_rate(task, optim.name, scales=optim.scale_parameter)
+    own = own_rate(task, optim.name, scales=optim.scale_parameter)
     if own is None:
         return
     names = ("lr", "unet_lr", "text_encoder_lr", "text_encoder_2_lr")

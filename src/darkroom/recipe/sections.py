@@ -336,7 +336,7 @@ class BudgetSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     usd: float | None = Field(default=None, gt=0, description="dollars, where the device's price is known")
-    hours: float | None = Field(default=None, gt=0, description="wall-clock hours, all sessions together")
+    hours: float | None = Field(default=None, gt=0, description="elapsed hours, all sessions together")
     deadline: datetime | None = Field(
         default=None, description="moment at which it stops, such as 2026-12-01T06:00+00:00; no zone is UTC"
     )
@@ -413,6 +413,13 @@ class Recipe(BaseModel):
     def adapts(self) -> bool:
         """Whether low-rank additions are trained instead of the model's own weights."""
         return self.task in ADAPTER_TASKS or (self.task == "distill" and self.adapter is not None)
+
+    @property
+    def frees_in_forward(self) -> bool:
+        """Whether the forward pass frees blocks among those that live on until the backward pass: frozen
+        layers and checkpointed blocks let their inputs go as soon as they have run.
+        """
+        return self.train.gradient_checkpointing or self.adapts or self.model.word is not None
 
     @property
     def trains_text(self) -> bool:

@@ -72,8 +72,8 @@ def _blurred(values_CHW: torch.Tensor, sigma: float) -> torch.Tensor:
     away = torch.arange(-reach, reach + 1, dtype=torch.float32)
     weights = torch.exp(-(away**2) / (2 * sigma**2))
     weights /= weights.sum()
-    room = [(0, 0), (reach, reach), (reach, reach)]
-    x_CHW = torch.from_numpy(np.pad(values_CHW.numpy(), room, mode="reflect"))
+    padding = [(0, 0), (reach, reach), (reach, reach)]
+    x_CHW = torch.from_numpy(np.pad(values_CHW.numpy(), padding, mode="reflect"))
     x_CHW = torch.nn.functional.conv2d(x_CHW[:, None], weights.view(1, 1, -1, 1))[:, 0]
     return torch.nn.functional.conv2d(x_CHW[:, None], weights.view(1, 1, 1, -1))[:, 0]
 

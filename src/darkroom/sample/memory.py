@@ -9,8 +9,6 @@ Shapes: B rows, C H W latents, L tokens, D text width.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +20,7 @@ from darkroom.bill import format_number
 from darkroom.counting import counting
 from darkroom.errors import InputError
 from darkroom.hardware.accelerator import kind_of
-from darkroom.hardware.memory import file_mappings, resident_bytes
+from darkroom.hardware.memory import file_mappings, resident_bytes, return_freed
 from darkroom.libraries import quiet
 from darkroom.models.adapters.bank import ROWS
 from darkroom.models.tensor_file import are_mapped, is_mapped, let_go
@@ -46,7 +44,6 @@ OFFLOADS = ("", "offload_model", "offload_group", "offload_sequential")
 ON_CPU = ("", "offload_mmap")
 IN_FLIGHT = {"offload_group": 2, "offload_sequential": 1, "offload_mmap": 3}
 """How many of the largest layers lie there at once; on a CPU the file's, the cast and the kernel's."""
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MMAP_BYTES = -1, -3, 65536
 
 
 @dataclass(frozen=True)
@@ -340,7 +337,7 @@ def optimise_within(
     place = place_of(model, device)
     on_cpu = place.device.type == "cpu"
     if on_cpu:
-        return_freed_memory()
+        return_freed(65536)
     choices = parse(names)
     waits = on_cpu and any(choice.name == "offload_mmap" for choice in choices)
     named = [str(choice) for choice in choices if not (waits and choice.name == "offload_mmap")]
@@ -400,19 +397,3 @@ def _outlined(model: Model, dtype: torch.dtype) -> Model:
         outlined = {name: look_alike(module).to("meta", dtype) for name, module in model.modules.items()}
     texts = [module for name, module in outlined.items() if name.startswith("text")]
     return replace(model, unet=outlined.get("unet"), vae=outlined.get("vae"), text_encoders=texts)
-
-
-def return_freed_memory() -> bool:
-    """Have glibc give freed blocks of 64 KB and more back at once: resident memory follows what is alive.
-
-    Costs some speed, so it is for jobs with a memory limit. False where there is no glibc.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        library = ctypes.CDLL(None)
-        return bool(
-            library.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES) and library.mallopt(M_TRIM_THRESHOLD, MMAP_BYTES)
-        )
-    except (OSError, AttributeError):
-        return False

@@ -26,11 +26,10 @@ Every path needs a key where the server has keys, unless it is one of `app.OPEN_
 `request` says what a picture request may hold. `engine/` owns the models (`engine.pool`: loaded by name) and
 forms the batch anew at each step, with `fairness` choosing who is next. `jobs/` keeps jobs and their
 pictures; `jobs.core` joins the two. `shared_queue` makes one server of several on a database. `hooks` are the
-operator's own functions, `metrics` counts, and `process` runs the server until it is stopped.
+operator's own functions, `metrics` counts, and `api.app` runs the server until it is stopped.
 """
 
-from darkroom.serve.errors import Refused
-from darkroom.serve.request import AdapterChoice, Event, Job, PictureRequest, StoredPicture, Uploads
+from darkroom.serve.request import AdapterChoice, Event, Job, PictureRequest, Refused, StoredPicture, Uploads
 from darkroom.serve.settings import Limits
 
 __all__ = ["AdapterChoice", "Event", "Job", "Limits", "PictureRequest", "Refused", "StoredPicture", "Uploads"]

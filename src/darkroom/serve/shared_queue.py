@@ -18,14 +18,15 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sql
 from sqlalchemy.dialects import postgresql, sqlite
 
 from darkroom.errors import InputError
 from darkroom.serve.engine.fairness import Shares
-from darkroom.serve.jobs.active import Lives, job_of_record
+from darkroom.serve.jobs.active import Backlog, Lives
+from darkroom.serve.jobs.events import job_of_record
 from darkroom.serve.jobs.results import FILES, Files, PictureFiles, Results
 from darkroom.serve.jobs.store import JOBS, LIVE, METADATA, JobStore, Record, StorageError, record_of
 from darkroom.serve.request import EventKind, Job, too_late
@@ -213,20 +214,6 @@ TURN = (
     .label("turn")
 )
 """A job's place among those of its key."""
-
-
-class Backlog(NamedTuple):
-    """What waits for any server."""
-
-    pictures: Counter[str]
-    """By key."""
-    work: dict[str, float]
-    """By key: pixels x steps x evaluations."""
-    jobs: int
-    oldest_s: float | None = None
-    """When the oldest of them was accepted."""
-    servers: int = 1
-    """That are there to draw it."""
 
 
 @dataclass(frozen=True)

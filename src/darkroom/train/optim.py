@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,24 +17,6 @@ from darkroom.recipe.sections import EmaSettings, OptimSettings
 from darkroom.train import optimisers
 
 State = dict[str, Any]
-
-
-def lr_factor(k: int, steps: int, settings: OptimSettings) -> float:
-    """The learning rate of step k (from 0) of `steps`, as a share of the peak.
-
-    The rate of the first step is peak / warmup_steps, so that no step is idle.
-    """
-    if k < settings.warmup_steps:
-        return (k + 1) / settings.warmup_steps
-    if settings.lr_schedule == "constant":
-        return 1.0
-    done = min((k - settings.warmup_steps) / max(steps - settings.warmup_steps, 1), 1.0)
-    if settings.lr_schedule in ("linear", "polynomial"):
-        falling = math.pow(1 - done, settings.power)
-    else:  # a cycle's end is the next one's start, but for the last
-        cycle = done * settings.num_cycles
-        falling = 0.5 * (1 + math.cos(math.pi * (cycle % 1.0 if done < 1 else 1.0)))
-    return settings.final_lr_ratio + (1 - settings.final_lr_ratio) * falling
 
 
 @dataclass(frozen=True)
@@ -226,18 +208,6 @@ def _imported(module: str, name: str, extra: str) -> Any:
         raise MissingExtra(module.partition(".")[0], extra) from None
 
 
-def set_lr(optimiser: Optimiser, factor: float, k: int = 0) -> None:
-    """Set every group's rate to its peak times `factor`, or to 0 where step k is not one of its own."""
-    for group in optimiser.param_groups:
-        rate: Rate = group["rate"]
-        stays = k < rate.start or (rate.stop is not None and k >= rate.stop)
-        lr = 0.0 if stays else group["peak_lr"] * factor
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
-
-
 def averaged_by_itself(
     optimiser: Optimiser, params: Mapping[str, Tensor], settings: OptimSettings
 ) -> dict[str, Tensor] | None:
@@ -251,47 +221,6 @@ def averaged_by_itself(
         else param.detach()
         for name, param in params.items()
     }
-
-
-def gradient_norm(params: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients together. It stays on the device: nothing waits for it."""
-    norms = torch._foreach_norm([param.grad for param in params if param.grad is not None])
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
-
-
-def clipped_step(
-    optimiser: Optimiser, norm: Tensor, max_norm: float | None, odd: Tensor | None = None
-) -> None:
-    """One step with the gradients scaled down so that their norm is at most `max_norm`.
-
-    Where `odd` is 1 on the device, fused AdamW leaves weights and state as they are, and nobody waits, but
-    on Metal.
-
-    The fused kernel divides by `grad_scale` as it reads the gradients, which saves a pass over them.
-    """
-    if max_norm is None and odd is None:
-        optimiser.step()
-        return
-    scale = torch.ones_like(norm) if max_norm is None else (norm / max_norm).clamp_(min=1.0)
-    fused = [inner for inner in optimiser.inner if getattr(inner, "_step_supports_amp_scaling", False)]
-    others = [inner for inner in optimiser.inner if inner not in fused]
-    if others and odd is not None and bool(odd):
-        return
-    grads = [p.grad for o in others for g in o.param_groups for p in g["params"] if p.grad is not None]
-    if grads:
-        torch._foreach_div_(grads, scale)
-    for inner in fused:
-        inner.grad_scale = scale  # type: ignore[attr-defined]
-        if odd is not None:
-            inner.found_inf = odd  # type: ignore[attr-defined]
-    try:
-        optimiser.step()
-    finally:
-        for inner in fused:
-            del inner.grad_scale  # type: ignore[attr-defined]
-            if odd is not None:
-                del inner.found_inf  # type: ignore[attr-defined]
 
 
 # ---- to be saved

@@ -22,6 +22,7 @@ from darkroom.data.order import Rows, SampleOrder
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
+from darkroom.hardware.memory import return_freed
 from darkroom.models.compiling import compile_blocks, compile_whole
 from darkroom.models.model import Model
 from darkroom.models.tensor_file import cast_opened
@@ -130,6 +131,10 @@ class _Site:
         return models.precision(self.precision)
 
 
+FREED_BYTES = 2**20
+"""On a CPU a run that frees in its forward pass gives blocks of this size back at once."""
+
+
 def make_job(
     recipe: Recipe,
     pinned: Pinned,
@@ -151,6 +156,8 @@ def make_job(
     chosen = chosen_of((train_rows, held_rows), data, pinned.chosen)
     device = own_device(train.device, ranks)
     set_kernels(train, device)
+    if device.type == "cpu" and recipe.frees_in_forward:
+        return_freed(FREED_BYTES)
     precision, why = choose_precision(train.precision, device)
     notes = [f"precision {precision}: {why}"]
     site = _Site(device, precision, pinned, ranks, say, meter.part if meter else lambda _: nullcontext())
@@ -611,5 +618,10 @@ def _captions(store: Store, rows: Rows) -> Iterator[str]:
 
 
 def _checkpoint_activations(module: Any) -> None:
-    enable: Sequence[str] = ("enable_gradient_checkpointing", "gradient_checkpointing_enable")
+    # diffusers' name, transformers' and its deprecated one, of which each release has at least one
+    enable: Sequence[str] = (
+        "enable_gradient_checkpointing",
+        "activation_checkpointing_enable",
+        "gradient_checkpointing_enable",
+    )
     getattr(module, next(name for name in enable if hasattr(module, name)))()

@@ -5,7 +5,8 @@ Shapes: B rows of the global batch, b of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
@@ -21,14 +22,11 @@ from darkroom.train.distributed.weights import Weights, make_weights
 from darkroom.train.optim import (
     Ema,
     Optimiser,
+    Rate,
     averaged_by_itself,
-    clipped_step,
-    gradient_norm,
-    lr_factor,
     make_each,
     make_optimiser,
     parameter_groups,
-    set_lr,
 )
 
 DTYPES: dict[Precision, torch.dtype] = {
@@ -273,3 +271,74 @@ def choose_precision(asked: Precision | Literal["auto"], device: torch.device) -
             return "float32", f"{why}, and for fp16 {needs}"
         raise RecipeError("train.precision", f"fp16 on {device.type}: {needs}", mend="use bf16 or auto")
     return cast(Precision, name), why
+
+
+def lr_factor(k: int, steps: int, settings: OptimSettings) -> float:
+    """The learning rate of step k (from 0) of `steps`, as a share of the peak.
+
+    The rate of the first step is peak / warmup_steps, so that no step is idle.
+    """
+    if k < settings.warmup_steps:
+        return (k + 1) / settings.warmup_steps
+    if settings.lr_schedule == "constant":
+        return 1.0
+    done = min((k - settings.warmup_steps) / max(steps - settings.warmup_steps, 1), 1.0)
+    if settings.lr_schedule in ("linear", "polynomial"):
+        falling = math.pow(1 - done, settings.power)
+    else:  # a cycle's end is the next one's start, but for the last
+        cycle = done * settings.num_cycles
+        falling = 0.5 * (1 + math.cos(math.pi * (cycle % 1.0 if done < 1 else 1.0)))
+    return settings.final_lr_ratio + (1 - settings.final_lr_ratio) * falling
+
+
+def set_lr(optimiser: Optimiser, factor: float, k: int = 0) -> None:
+    """Set every group's rate to its peak times `factor`, or to 0 where step k is not one of its own."""
+    for group in optimiser.param_groups:
+        rate: Rate = group["rate"]
+        stays = k < rate.start or (rate.stop is not None and k >= rate.stop)
+        lr = 0.0 if stays else group["peak_lr"] * factor
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def gradient_norm(params: Iterable[Tensor]) -> Tensor:
+    """The norm of all gradients together. It stays on the device: nothing waits for it."""
+    norms = torch._foreach_norm([param.grad for param in params if param.grad is not None])
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def clipped_step(
+    optimiser: Optimiser, norm: Tensor, max_norm: float | None, odd: Tensor | None = None
+) -> None:
+    """One step with the gradients scaled down so that their norm is at most `max_norm`.
+
+    Where `odd` is 1 on the device, fused AdamW leaves weights and state as they are, and nobody waits, but
+    on Metal.
+
+    The fused kernel divides by `grad_scale` as it reads the gradients, which saves a pass over them.
+    """
+    if max_norm is None and odd is None:
+        optimiser.step()
+        return
+    scale = torch.ones_like(norm) if max_norm is None else (norm / max_norm).clamp_(min=1.0)
+    fused = [inner for inner in optimiser.inner if getattr(inner, "_step_supports_amp_scaling", False)]
+    others = [inner for inner in optimiser.inner if inner not in fused]
+    if others and odd is not None and bool(odd):
+        return
+    grads = [p.grad for o in others for g in o.param_groups for p in g["params"] if p.grad is not None]
+    if grads:
+        torch._foreach_div_(grads, scale)
+    for inner in fused:
+        inner.grad_scale = scale  # type: ignore[attr-defined]
+        if odd is not None:
+            inner.found_inf = odd  # type: ignore[attr-defined]
+    try:
+        optimiser.step()
+    finally:
+        for inner in fused:
+            del inner.grad_scale  # type: ignore[attr-defined]
+            if odd is not None:
+                del inner.found_inf  # type: ignore[attr-defined]

@@ -189,10 +189,10 @@ def _encoder(folder):
 TILED = """
 import json, sys, torch
 from darkroom import models
-from darkroom.hardware.memory import PeakMemory, resident_bytes
+from darkroom.hardware.memory import PeakMemory, resident_bytes, return_freed
 from darkroom.sample.optimisations.table import optimise
-from darkroom.sample.memory import count_needs, resident_now, return_freed_memory, CPU_MARGIN
-return_freed_memory()
+from darkroom.sample.memory import count_needs, resident_now, CPU_MARGIN
+return_freed(65536)
 torch.set_num_threads(1)
 widths = {"vae": {"block_out_channels": [32, 64, 128], "norm_num_groups": 8}}
 model = models.create("tiny", overrides=widths)

@@ -18,10 +18,9 @@ import uvicorn
 from darkroom.cluster.serve import OnRay
 from darkroom.cluster.serve import app as app_on_ray
 from darkroom.errors import InputError
-from darkroom.serve.api.app import OPEN_PATHS, answering
+from darkroom.serve.api.app import OPEN_PATHS, answering, configured
 from darkroom.serve.api.guard import Guard, Keys, make_key
 from darkroom.serve.metrics import Metrics
-from darkroom.serve.process import configured
 from darkroom.serve.settings import Limits
 
 ORIGIN = "https://pictures.example"

@@ -17,9 +17,8 @@ from darkroom import sample
 from darkroom.errors import InputError
 from darkroom.serve.api.shared import all_made
 from darkroom.serve.api.vertex import model_of, routes_of, small_enough
-from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import Job, PictureRequest
+from darkroom.serve.request import Job, PictureRequest, Refused
 from darkroom.serve.settings import VertexRoutes
 from serve.api.conftest import base64_of, change, on_vertex, opened
 from serve.conftest import DARKROOM, Server, difference

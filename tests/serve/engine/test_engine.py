@@ -16,7 +16,7 @@ from darkroom.hardware import accelerator
 from darkroom.models.adapters.bank import Bank
 from darkroom.sample.backends import open_backend
 from darkroom.serve.engine.adapters import Library
-from darkroom.serve.engine.executors import places_for
+from darkroom.serve.engine.batch import places_for
 from darkroom.serve.engine.fixed_shapes import steady
 from darkroom.serve.engine.loop import Engine
 from darkroom.serve.engine.runner import Glance, Studio, Texts, settings_of, shape_of

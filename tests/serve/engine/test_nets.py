@@ -15,11 +15,10 @@ from darkroom.errors import InputError
 from darkroom.sample import Control
 from darkroom.serve.engine.runner import shape_of
 from darkroom.serve.engine.tickets import png_of
-from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.admission import check_load, digest_of
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.jobs.results import PROBE_UID
-from darkroom.serve.request import ControlChoice, ControlUpload, PictureRequest, Uploads
+from darkroom.serve.request import ControlChoice, ControlUpload, PictureRequest, Refused, Uploads
 from serve.conftest import difference
 from serve.nets import steering, write_nets
 

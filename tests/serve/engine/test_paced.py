@@ -11,7 +11,7 @@ import torch
 
 from darkroom.sample.backends import open_backend
 from darkroom.sample.denoise import tensors_in
-from darkroom.serve.engine.executors import AHEAD, Between, Paced, places_for
+from darkroom.serve.engine.batch import AHEAD, Between, Paced, places_for
 from darkroom.serve.engine.loop import Engine
 from darkroom.serve.engine.runner import shape_of
 from darkroom.serve.engine.tickets import EngineJob

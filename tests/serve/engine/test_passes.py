@@ -11,9 +11,8 @@ import pytest
 from PIL import Image
 
 from darkroom import models, sample
-from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import AdapterChoice, HiresChoice, PictureRequest, Uploads
+from darkroom.serve.request import AdapterChoice, HiresChoice, PictureRequest, Refused, Uploads
 from serve.conftest import SMALL, difference
 
 LATENT = HiresChoice(scale=2, strength=0.5)

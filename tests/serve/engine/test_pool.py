@@ -22,9 +22,8 @@ import warm
 from darkroom import models, sample
 from darkroom.errors import InputError
 from darkroom.serve.api.a1111 import ChosenModels
-from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import PictureRequest
+from darkroom.serve.request import PictureRequest, Refused
 from darkroom.serve.settings import models_in
 from serve.conftest import DARKROOM, SMALL, Released, Server, difference
 

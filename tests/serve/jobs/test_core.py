@@ -21,11 +21,10 @@ from darkroom import sample
 from darkroom.models import folder
 from darkroom.models.adapters.adapter import Adapter, Factors, names_of
 from darkroom.models.adapters.read import adaptable, read_adapter, write_adapter
-from darkroom.serve.errors import Refused
 from darkroom.serve.jobs import core as core_module
 from darkroom.serve.jobs.results import Results, ResultWriter
 from darkroom.serve.jobs.store import JobStore, StorageError
-from darkroom.serve.request import AdapterChoice, PictureRequest, Uploads
+from darkroom.serve.request import AdapterChoice, PictureRequest, Refused, Uploads
 from darkroom.serve.settings import Limits
 from serve.conftest import difference
 

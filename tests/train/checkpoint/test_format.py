@@ -168,7 +168,7 @@ def test_an_older_one_goes_only_when_the_new_one_reads_back(tmp_path: Path, file
     save_checkpoint(tmp_path, 10, tensors(1), {"k": 10}, keep=1)
     place = LocalPlace(tmp_path)
     place.write_share(20, "t", 0, 1, tensors(2), {})
-    written = next(tmp_path.glob(f".beside-*/{file}"))
+    written = next(tmp_path.glob(f".writing-*/{file}"))
     content = bytearray(written.read_bytes())
     content[-1] ^= 1
     written.write_bytes(bytes(content))

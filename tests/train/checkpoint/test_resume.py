@@ -97,7 +97,7 @@ def wait_for_a_save(out: Path, pid: int, patience_s: float) -> bool:
     """Until a checkpoint is being written; False when none was in time."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
-        if any((out / "checkpoints").glob(".beside-*")):
+        if any((out / "checkpoints").glob(".writing-*")):
             return True
         time.sleep(0.0005)
     return False
@@ -120,7 +120,7 @@ def test_killed_at_25_moments_ends_bit_identical(
             with suppress(ProcessLookupError):  # it may have come to its end
                 os.kill(pid, signal.SIGKILL)
         code = server.wait()
-        in_a_save += any((out / "checkpoints").glob(".beside-*"))
+        in_a_save += any((out / "checkpoints").glob(".writing-*"))
         if code == 0:
             break
         assert code == -signal.SIGKILL, Path(f"{out}.log").read_text()

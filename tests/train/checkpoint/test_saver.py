@@ -104,7 +104,7 @@ def test_a_first_save_that_fails_ends_the_run_in_one_line(recipe_of, tmp_path, m
 def test_shares_of_several_are_one_checkpoint(tmp_path):
     """Rows of a weight from two processes, and numbers from the first, read back whole or by rows."""
     whole = torch.arange(20.0).reshape(5, 4)
-    beside = checkpoint.place_beside(tmp_path, 3, "t")
+    beside = checkpoint.temporary_folder(tmp_path, 3, "t")
     for rank, (first, rows) in enumerate([(0, whole[:3]), (3, whole[3:])]):
         step = {"unet.a/step": torch.tensor(3.0)} if rank == 0 else {}
         tensors = {"weights": {"unet.a": rows}, "optimiser": {"unet.a/exp_avg": -rows, **step}}
@@ -118,7 +118,7 @@ def test_shares_of_several_are_one_checkpoint(tmp_path):
 
 
 def test_a_share_that_never_comes_is_an_error(tmp_path):
-    beside = checkpoint.place_beside(tmp_path, 3, "t")
+    beside = checkpoint.temporary_folder(tmp_path, 3, "t")
     checkpoint.write_share(beside, 0, 2, {"weights": {"unet.a": torch.ones(2)}}, {})
     with pytest.raises(CheckpointError, match="rank 1 has not written its share"):
         checkpoint.complete(beside, 3, 2, {}, keep=1, wait_s=0.1)

@@ -73,6 +73,10 @@ class Tree(Protocol):
         """Why `find` finds no file under one of the tree's own names."""
         ...
 
+    def obstacle(self, name: str) -> str:
+        """Why what has that name is no file; empty where nothing has it."""
+        ...
+
     def called(self, name: str) -> str:
         """What the source calls a file; of an earlier one of the same name without its number."""
         ...
@@ -135,6 +139,10 @@ class FolderTree:
         """What it is instead of a file."""
         return why_no_file(self.root / name)
 
+    def obstacle(self, name: str) -> str:
+        """What has that name and is no file; empty where nothing has it."""
+        return why_no_file(self.root / name) if os.path.lexists(self.root / name) else ""
+
     def called(self, name: str) -> str:
         """A folder has each name once."""
         return name
@@ -166,6 +174,10 @@ class ZipTree:
     def why_not(self, name: str) -> str:
         """Every name has its member."""
         return f"{name} is not in the zip"
+
+    def obstacle(self, name: str) -> str:
+        """Every member can be read as a file."""
+        return ""
 
     def called(self, name: str) -> str:
         """The name in the zip, which several members may have."""
@@ -371,9 +383,11 @@ def _caption_beside(tree: Tree, name: str, decode: Callable[[bytes], str]) -> st
     stems = dict.fromkeys(posixpath.splitext(one)[0] for one in (name, tree.called(name)))
     for stem, extension in product(stems, BESIDE):
         found = tree.find(stem + extension)
+        what = posixpath.basename(stem + extension)
         if found is None:
+            if why := tree.obstacle(stem + extension):
+                raise TextError(f"{what}: {why}")
             continue
-        what = posixpath.basename(found.name)
         if found.size > MAX_CAPTION_BYTES:
             raise TextError(f"{what}: a caption of {found.size:,} bytes, the most is {MAX_CAPTION_BYTES:,}")
         try:

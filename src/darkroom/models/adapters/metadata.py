@@ -285,7 +285,7 @@ def _is_kept(key: str) -> bool:
 
 
 def _without_place(value: str) -> str:
-    """The last part of an absolute path: whoever gets the file learns nothing of where others were."""
+    """The last part of an absolute path: who gets the file learns nothing of the machine."""
     if re.fullmatch(r"(/|~/|[A-Za-z]:[\\/]|\\\\)[^\n]*", value) is None:
         return value
     return re.split(r"[\\/]", value.rstrip("\\/"))[-1]

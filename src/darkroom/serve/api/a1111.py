@@ -38,10 +38,9 @@ from darkroom.serve.api.a1111_server import add_server_routes
 from darkroom.serve.api.controlnet import units_of
 from darkroom.serve.api.shared import all_made, caller, decoded, encoded, pngs_of, route_in
 from darkroom.serve.engine.tickets import png_of
-from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.admission import checked_picture
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import MAX_SEED, ControlUpload, HiresChoice, Job, PictureRequest, Uploads
+from darkroom.serve.request import MAX_SEED, ControlUpload, HiresChoice, Job, PictureRequest, Refused, Uploads
 from darkroom.serve.settings import Limits
 from darkroom.serve.status import ModelCard
 

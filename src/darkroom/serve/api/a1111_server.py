@@ -16,9 +16,9 @@ from darkroom.models.upscaler import Upscaler, Upscalers
 from darkroom.sample.provenance import Provenance
 from darkroom.serve.api.shared import caller, decoded, encoded, sent
 from darkroom.serve.engine.tickets import png_of
-from darkroom.serve.errors import Refused, say
 from darkroom.serve.jobs.admission import checked_picture
 from darkroom.serve.jobs.core import Core
+from darkroom.serve.request import Refused, say
 from darkroom.serve.settings import Limits
 
 UPSCALERS = {

@@ -20,9 +20,8 @@ from starlette.routing import BaseRoute
 
 import darkroom
 from darkroom.serve.api.shared import all_finished, caller, decoded, of_validation, pngs_of
-from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import AdapterChoice, Job, PictureRequest, Uploads
+from darkroom.serve.request import AdapterChoice, Job, PictureRequest, Refused, Uploads
 
 PATH = "/mcp"
 Prompt = Annotated[str, Field(max_length=100_000, description="what to draw")]

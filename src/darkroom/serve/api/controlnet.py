@@ -17,10 +17,9 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from darkroom.sample.control import INPAINT, MAP_NUMBERS, find_map
 from darkroom.serve.api.shared import caller, decoded, encoded, route_in
 from darkroom.serve.engine.tickets import png_of
-from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.admission import check_map, checked_picture
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import MOST_CONTROLS, ControlChoice, ControlUpload
+from darkroom.serve.request import MOST_CONTROLS, ControlChoice, ControlUpload, Refused
 from darkroom.serve.settings import Limits
 
 SCRIPT = "controlnet"

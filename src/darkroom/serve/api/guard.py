@@ -34,10 +34,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from darkroom.errors import InputError
 from darkroom.hardware.system import allow_open_files, read_typed
 from darkroom.serve import logs
-from darkroom.serve.errors import Refused
+from darkroom.serve.logs import Traces, trace_id
 from darkroom.serve.metrics import Metrics
+from darkroom.serve.request import Refused
 from darkroom.serve.settings import Limits
-from darkroom.serve.traces import Traces, trace_id
 
 LOG = logging.getLogger("darkroom.serve")
 

@@ -27,9 +27,8 @@ from darkroom.serve.api.shared import (
     sent,
     with_controls,
 )
-from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import PictureRequest
+from darkroom.serve.request import PictureRequest, Refused
 
 MOST_VALUES = 1000
 TENSORS = {

@@ -24,7 +24,6 @@ from darkroom.serve.api.shared import (
     with_heartbeat,
 )
 from darkroom.serve.engine.tickets import png_of
-from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.admission import check_map, checked_picture, served_maps
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import (
@@ -34,6 +33,7 @@ from darkroom.serve.request import (
     Event,
     Job,
     PictureRequest,
+    Refused,
     State,
     Uploads,
 )

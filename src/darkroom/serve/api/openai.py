@@ -31,7 +31,6 @@ from darkroom.serve.api.shared import (
     with_controls,
     with_heartbeat,
 )
-from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import (
     MAX_SEED,
@@ -41,6 +40,7 @@ from darkroom.serve.request import (
     Event,
     Job,
     PictureRequest,
+    Refused,
     Uploads,
 )
 from darkroom.serve.settings import Limits

@@ -26,7 +26,6 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from darkroom.sample.provenance import Provenance, save_with_metadata
 from darkroom.serve import logs
 from darkroom.serve.api.guard import check_values
-from darkroom.serve.errors import Refused, said_of
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import (
     MOST_CONTROLS,
@@ -35,7 +34,9 @@ from darkroom.serve.request import (
     ControlUpload,
     Job,
     PictureRequest,
+    Refused,
     Uploads,
+    said_of,
 )
 
 HEARTBEAT_S = 10.0

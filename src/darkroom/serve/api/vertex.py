@@ -29,9 +29,16 @@ from darkroom.serve.api.shared import (
     sent,
     with_controls,
 )
-from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import MAX_SEED, MOST_CONTROLS, AdapterChoice, ControlGiven, Job, PictureRequest
+from darkroom.serve.request import (
+    MAX_SEED,
+    MOST_CONTROLS,
+    AdapterChoice,
+    ControlGiven,
+    Job,
+    PictureRequest,
+    Refused,
+)
 from darkroom.serve.settings import VertexRoutes
 from darkroom.serve.status import ModelCard
 

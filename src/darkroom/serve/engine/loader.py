@@ -22,7 +22,7 @@ from darkroom.hardware.machine import usable_cores
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.generate import repaints
-from darkroom.serve.engine.executors import places_for
+from darkroom.serve.engine.batch import places_for
 from darkroom.serve.engine.fixed_shapes import FixedRows, steady
 from darkroom.serve.engine.loop import Engine
 from darkroom.serve.metrics import Metrics
@@ -173,6 +173,7 @@ def _in_a_lane(engine: Engine, call: Callable[[], object]) -> None:
     done: Future[None] = Future()
 
     def run() -> None:
+        """The call, and what came of it for who waits."""
         try:
             call()
         except Exception as error:

@@ -25,8 +25,7 @@ from darkroom.hardware import accelerator
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.control import ControlledUnet
 from darkroom.sample.denoise import Unet, tensors_in
-from darkroom.serve.engine.batch import Bucket, Stepped, bucket_of, padded
-from darkroom.serve.engine.executors import Aside, Between, Steps
+from darkroom.serve.engine.batch import Aside, Between, Bucket, Stepped, Steps, bucket_of, padded
 from darkroom.serve.engine.fairness import Admits, Entry, FairQueue, PendingPicture, admitted_after
 from darkroom.serve.engine.fixed_shapes import FixedDecode, FixedRows, FixedShapes
 from darkroom.serve.engine.runner import Studio

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware import accelerator
 from darkroom.serve.engine.tickets import File, Ticket
-from darkroom.serve.errors import say
+from darkroom.serve.request import say
 
 if TYPE_CHECKING:
     import torch

@@ -1,22 +1,419 @@
-"""A job that is not over, as the core holds it, and what can be reported of it."""
+"""The jobs of this process that are not over: who is let in now, and those that were, with what can be
+reported of them.
+
+Letting in goes by the rates of each key, the queue's places and seconds, and to whom they were promised.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from darkroom.serve.engine.tickets import EngineJob, Ticket
-from darkroom.serve.jobs.store import Record
-from darkroom.serve.loop import TICK_S, Loop
+from darkroom.bill import format_number
+from darkroom.serve.api.guard import ANONYMOUS
+from darkroom.serve.engine.tickets import TICK_S, EngineJob, Loop
+from darkroom.serve.jobs.store import OverQuota, Record
 from darkroom.serve.metrics import Metrics
-from darkroom.serve.request import EventKind, Job, PictureRequest
+from darkroom.serve.request import Job, Refused, Uploads
+from darkroom.serve.settings import Limits
 
 if TYPE_CHECKING:
     from darkroom.serve.engine.pool import ModelPool
+
+T = TypeVar("T")
+MOST_KEYS = 10_000
+UNMEASURED_S = 5.0
+"""When to come again, before the first step has been measured."""
+HELD = 3
+"""Of the queue, one part in so many is held for those whose `Retry-After` is over: newcomers would have taken
+each place that frees up before them."""
+MOST_PROMISES, PROMISED = 1024, 8
+"""Promises kept in mind; and of each key, how many of its queues count in the `Retry-After` of others."""
+RETURN_WEIGHT = 0.1
+"""Of the latest promise in the share of those of its key that were taken up."""
+LEAST_RETURNS = 1e-3
+"""For a key that takes up a smaller share of its promises no places are held: some 65 in a row in vain."""
+EARLY_S, LATE_S = 0.5, 3.0
+"""How long before and after the time that they were given."""
+
+
+class Rates:
+    """How often each key may come: a bucket that fills evenly and holds ten seconds' worth."""
+
+    def __init__(self, per_minute: float, by_key: Mapping[str, float] | None = None) -> None:
+        self._usual, self._by_key = per_minute, by_key or {}
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, key: str, now_s: float | None = None, num: int = 1) -> None:
+        """Take one, or several that are of use only together; 429 with when they are there.
+
+        More than ever lie ready are lent, and the key waits for them afterwards.
+        """
+        now = time.monotonic() if now_s is None else now_s
+        per_s = self._by_key.get(key, self._usual) / 60
+        most = max(1.0, per_s * 10)
+        left, at = self._buckets.pop(key, (most, now))
+        left = min(most, left + (now - at) * per_s)
+        needed = min(num, most)
+        self._buckets[key] = (left - num if left >= needed else left, now)
+        while len(self._buckets) > MOST_KEYS:
+            self._buckets.popitem(last=False)
+        if left < needed:
+            raise Refused(
+                429,
+                "rate_limited",
+                f"at most {per_s * 60:g} jobs a minute{owner(key)}",
+                retry_after_s=(needed - left) / per_s,
+            )
+
+
+WORKED_ON = 32
+"""Requests of a key whose pictures are worked on, or wait for that."""
+
+
+NOTHING: AbstractAsyncContextManager[None] = nullcontext()
+
+
+class Bench:
+    """What is done to pictures outside of jobs: maps, upscaling, reading.
+
+    One request at a time in a thread of its own, so that it holds up neither jobs nor other requests; keys
+    take turns. Belongs to the event loop's thread.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._rates = _rates_of(limits)
+        self._here: Counter[str] = Counter()
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="darkroom-bench")
+
+    async def do(
+        self,
+        key: str,
+        work: Callable[[], T],
+        pictures: int = 1,
+        within: AbstractAsyncContextManager[None] = NOTHING,
+    ) -> T:
+        """Its result; 429 where the key comes too often, or has too many here already. What was let in is
+        done `within` that."""
+        self._rates.take(key, num=pictures)
+        if self._here[key] >= WORKED_ON:
+            message = f"{WORKED_ON} requests wait already for work on their pictures{owner(key)}"
+            raise Refused(429, "queue_full", message, retry_after_s=UNMEASURED_S)
+        self._here[key] += 1
+        try:
+            async with within, self._turns.setdefault(key, asyncio.Lock()):
+                return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._here[key] -= 1
+            if not self._here[key]:
+                del self._here[key]
+                self._turns.pop(key, None)
+
+    def close(self) -> bool:
+        """Begin nothing more; False while something goes on."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        return not self._here
+
+
+def _rates_of(limits: Limits) -> Rates:
+    """How often each key may come, by a server's limits."""
+    by_key = {name: own.rate_per_minute for name, own in limits.keys.items()}
+    return Rates(limits.rate_per_minute, {name: rate for name, rate in by_key.items() if rate is not None})
+
+
+def owner(key: str) -> str:
+    """Whose they are, where there are keys; their names are no secret to who has one."""
+    return f" with key '{key}'" if key not in ("", ANONYMOUS) else " in all"
+
+
+def over_quota(error: OverQuota, key: str) -> Refused:
+    """429 until the next day begins."""
+    left_s = 86_400 - time.time() % 86_400
+    message = f"at most {error.per_day} pictures a day{owner(key)}; {error.used} of today are used"
+    return Refused(429, "quota", message, retry_after_s=left_s)
+
+
+class Reservation(NamedTuple):
+    """Who was refused with a `Retry-After`: places that free up until then are promised to them."""
+
+    until_s: float
+    key: str
+    num: int
+    cost: float
+    digest: str | None = None
+    """Of the request that was refused: the same one is let in."""
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether its time has come."""
+        return now_s - LATE_S <= self.until_s <= now_s + EARLY_S
+
+
+class Intake:
+    """Belongs to the event loop's thread."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._rates = _rates_of(limits)
+        self._reserved: Counter[str] = Counter()
+        self._reserved_bytes = 0
+        self._line: list[Reservation] = []
+        self._return_shares: dict[str, float] = {}
+
+    def check_rate(self, key: str, jobs: int = 1) -> None:
+        """429 where the key comes too often."""
+        self._rates.take(key, num=jobs)
+
+    def check_room(
+        self,
+        pool: ModelPool,
+        key: str,
+        num: int,
+        backlog: Backlog | None = None,
+        digest: str | None = None,
+        *,
+        let_in: bool = False,
+    ) -> None:
+        """429 where the queue is full, with what waits for any server.
+
+        `digest` tells the request again that was refused before; `let_in`: it was checked with others.
+        """
+        full = self._full(pool, key, num, backlog, digest, let_in=let_in)
+        if full is None:
+            return
+        there, most, whose = full
+        after_s = self._places_free_s(pool, there + num - most, whose)
+        self._promise(Reservation(time.monotonic() + after_s, key, num, 0.0, digest))
+        message = f"{there} pictures wait already{owner(key) if whose else ''}"
+        raise Refused(429, "queue_full", message, retry_after_s=after_s)
+
+    def has_place(
+        self, pool: ModelPool, key: str, num: int, backlog: Backlog | None = None, digest: str | None = None
+    ) -> bool:
+        """Whether `check_room` would let them in."""
+        return self._full(pool, key, num, backlog, digest, let_in=False) is None
+
+    def _full(
+        self,
+        pool: ModelPool,
+        key: str,
+        num: int,
+        backlog: Backlog | None,
+        digest: str | None,
+        *,
+        let_in: bool,
+    ) -> tuple[int, int, str | None] | None:
+        """Of the queue that has no places for them, the whole one (None) or the key's: pictures there, and
+        the most that may be; None where both have."""
+        others: Counter[str] = Counter() if backlog is None else backlog.pictures
+        waiting = pool.waiting() + self._reserved.total() + others.total()
+        mine = pool.waiting(key) + self._reserved[key] + others[key]
+        for there, most, whose in (
+            (waiting, self._limits.queue, None),
+            (mine, self._queue_of(key), key),
+        ):
+            if not let_in and not self._is_due(key, digest):
+                most -= min(most // HELD, self._held(pool, whose))
+            if there + num > most:
+                return there, most, whose
+        return None
+
+    def check_uploads(self, pool: ModelPool, lives: Lives, uploads: Uploads | None) -> None:
+        """429 where the pictures that came with jobs would be too many bytes; those of one job never are."""
+        held = lives.uploads()
+        there = sum(held.values()) + self._reserved_bytes
+        if uploads is None or id(uploads) in held or not there:
+            return
+        too_many = there + uploads.num_bytes - self._limits.uploads_bytes
+        if too_many > 0:
+            cost = 0.0
+            for work in (live.work for live in lives):
+                if too_many <= 0:
+                    break
+                cost += work.shape.whole_cost * len(work.tickets)
+                too_many -= 0 if work.uploads is None else work.uploads.num_bytes
+            message = f"pictures of {there} bytes that came with jobs wait already"
+            message += f"; at most {self._limits.uploads_bytes} may"
+            raise Refused(429, "queue_full", message, retry_after_s=pool.seconds_for(cost) or UNMEASURED_S)
+
+    def check_work(
+        self,
+        pool: ModelPool,
+        key: str,
+        num: int,
+        cost: float,
+        backlog: Backlog | None = None,
+        digest: str | None = None,
+        *,
+        let_in: bool = False,
+    ) -> None:
+        """429 where the work that waits would take too long with this job's `cost` on top; alone it may.
+
+        A key's job that came alone may be longer than the key's share of the queue. What is above the share
+        counts against that key: turns go round the keys, so nobody else waits for it. What waits for any
+        server is drawn by all that are there, each taken to be as fast as this one.
+        """
+        limits, work, own_s = self._limits, pool.waiting_work(), pool.seconds_for(cost)
+        if not own_s:
+            return  # no speed is known yet
+        if backlog is not None:
+            for name, more in backlog.work.items():
+                work[name] = work.get(name, 0.0) + more / backlog.servers
+        per_s, share_s = (
+            cost / own_s,
+            {name: limits.queue_s * limits.queue_share_of(name) for name in {key, *work}},
+        )
+        work = {
+            name: there if name == key else min(there, per_s * share_s[name]) for name, there in work.items()
+        }
+        for whose, most_s in ((None, limits.queue_s), (key, share_s[key])):
+            waiting = sum(work.values()) if whose is None else work.get(whose, 0.0)
+            waiting_s = waiting / per_s
+            if not let_in and self._held(pool, whose) and not self._is_due(key, digest):
+                most_s *= 1 - 1 / HELD
+            if not waiting or waiting_s + own_s <= most_s:
+                continue
+            too_much = waiting * (1 - max(0.0, most_s - own_s) / waiting_s)
+            after_s = self._work_gone_s(pool, too_much, whose)
+            self._promise(Reservation(time.monotonic() + after_s, key, num, cost, digest))
+            whole = f"work of {format_number(waiting_s)} s waits already{owner(key) if whose else ''}"
+            message = f"{whole}, and this is {format_number(own_s)} s; "
+            message += f"at most {format_number(most_s, 4)} s may wait"
+            raise Refused(429, "queue_full", message, retry_after_s=after_s)
+
+    def _queue_of(self, key: str) -> int:
+        """Pictures of a key that may wait."""
+        return self._limits.of_key(key).queue or self._limits.queue_per_key
+
+    def _promise(self, line: Reservation) -> None:
+        self.kept(line.key, line.digest)  # it came, though in vain
+        self._line.append(line)
+        self._forget()
+
+    def kept(self, key: str, digest: str | None) -> None:
+        """A request that was refused before has come again: its place is no longer held."""
+        now_s = time.monotonic()
+        for one in self._line:
+            if one.digest == digest and one.key == key and one.is_due(now_s):
+                self._line.remove(one)
+                self._note_return(key, 1.0)
+                return
+
+    def _forget(self) -> None:
+        """Those who did not come, and where they are too many, the first of the key with the most."""
+        now_s = time.monotonic()
+        late = [one for one in self._line if one.until_s + LATE_S <= now_s]
+        for one in late:
+            self._note_return(one.key, 0.0)
+        if late:
+            self._line = [one for one in self._line if one.until_s + LATE_S > now_s]
+        while len(self._line) > MOST_PROMISES:
+            [(most, _)] = Counter(one.key for one in self._line).most_common(1)
+            self._line.remove(next(one for one in self._line if one.key == most))
+
+    def _note_return(self, key: str, came: float) -> None:
+        """Count a promise among those of its key that were taken up (1) or not (0)."""
+        share = self._return_shares.pop(key, 1.0)
+        self._return_shares[key] = share + RETURN_WEIGHT * (came - share)
+        while len(self._return_shares) > MOST_KEYS:
+            del self._return_shares[next(iter(self._return_shares))]
+
+    def _promised(self, amount: Callable[[Reservation], float], key: str | None) -> float:
+        """What is promised to those still to come, by the share of each key's that came of late.
+
+        Of each key at most `PROMISED` of its queues: who asks in vain for ever delays others by no more.
+        """
+        self._forget()
+        now_s, pictures, amounts = time.monotonic(), Counter[str](), defaultdict[str, float](float)
+        for one in self._line:
+            if one.until_s > now_s and (key is None or one.key == key):
+                pictures[one.key] += one.num
+                amounts[one.key] += amount(one)
+        return sum(
+            amounts[of] * min(self._return_shares.get(of, 1.0), PROMISED * self._queue_of(of) / num)
+            for of, num in pictures.items()
+        )
+
+    def _held(self, pool: ModelPool, key: str | None) -> int:
+        """Pictures that places are held for: of each key no more than it may have in the queue.
+
+        For a key that asks and never comes again nothing is held.
+        """
+        due: Counter[str] = Counter()
+        for one in self._due(key):
+            due[one.key] += one.num
+        return sum(
+            min(num, max(0, self._queue_of(of) - pool.waiting(of) - self._reserved[of]))
+            for of, num in due.items()
+            if self._return_shares.get(of, 1.0) >= LEAST_RETURNS
+        )
+
+    def _due(self, key: str | None) -> list[Reservation]:
+        now_s = time.monotonic()
+        least_s, most_s = now_s - LATE_S, now_s + EARLY_S
+        due = [one for one in self._line if least_s <= one.until_s <= most_s]
+        return due if key is None else [one for one in due if one.key == key]
+
+    def _is_due(self, key: str, digest: str | None) -> bool:
+        now_s = time.monotonic()
+        return digest is not None and any(
+            one.digest == digest and one.key == key and one.is_due(now_s) for one in self._line
+        )
+
+    def _places_free_s(self, pool: ModelPool, num: int, key: str | None) -> float:
+        """When so many pictures, of a key or of all, will have left the queue, and those promised before."""
+        times = [one.after_s for one in pool.admissions() if key is None or one.key == key]
+        if not times:
+            return UNMEASURED_S
+        num += math.ceil(self._promised(lambda one: one.num, key))
+        beyond = max(0, num - len(times))  # who was promised a place will wait as well
+        return times[min(num, len(times)) - 1] + beyond * times[-1] / len(times)
+
+    def _work_gone_s(self, pool: ModelPool, work: float, key: str | None) -> float:
+        """When so much of the waiting work will have been admitted, and what was promised before."""
+        admissions = [one for one in pool.admissions() if key is None or one.key == key]
+        work += self._promised(lambda one: one.cost, key)
+        for one in admissions:
+            work -= one.cost
+            if work <= 0:
+                return one.after_s
+        last_s = admissions[-1].after_s if admissions else UNMEASURED_S
+        return last_s + (pool.seconds_for(work) or 0.0)
+
+    @contextmanager
+    def reserved(self, key: str, num: int, uploads: Uploads | None = None) -> Iterator[None]:
+        """Room in the queue for a job that is being written down."""
+        num_bytes = 0 if uploads is None else uploads.num_bytes
+        self._reserved[key] += num
+        self._reserved_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._reserved_bytes -= num_bytes
+            self._reserved[key] -= num
+            if not self._reserved[key]:
+                del self._reserved[key]
+
+
+class Backlog(NamedTuple):
+    """What waits for any server."""
+
+    pictures: Counter[str]
+    """By key."""
+    work: dict[str, float]
+    """By key: pixels x steps x evaluations."""
+    jobs: int
+    oldest_s: float | None = None
+    """When the oldest of them was accepted."""
+    servers: int = 1
+    """That are there to draw it."""
 
 
 @dataclass(eq=False, repr=False)
@@ -36,85 +433,6 @@ class Live:
     def end(self, state: str, result: dict[str, Any]) -> None:
         """Note how it ended; the store knows already."""
         self.state, self.result, self.finished_s = state, result, time.time()
-
-
-def job_of(live: Live, place: int | None) -> Job:
-    """A job in memory as the API shows it."""
-    work, record = live.work, live.record
-    begun = work.started_s is not None
-    started_s = None if work.started_s is None else time.time() - (time.monotonic() - work.started_s)
-    return _job(
-        record,
-        live.state or ("running" if begun else "queued"),
-        work.request,
-        live.result,
-        started_s=started_s,
-        finished_s=live.finished_s,
-        place=None if begun or live.state else place,
-        steps_done=work.steps_done,
-        steps_total=work.steps_total,
-    )
-
-
-def job_of_record(record: Record) -> Job:
-    """A job in the store as the API shows it."""
-    request = PictureRequest.model_validate_json(record.request)
-    return _job(
-        record,
-        record.state,
-        request,
-        record.result,
-        started_s=record.started_s,
-        finished_s=record.finished_s,
-    )
-
-
-def _job(record: Record, state: Any, request: PictureRequest, result: dict[str, Any], **more: Any) -> Job:
-    return Job(
-        id=record.id,
-        uid=record.uid,
-        key=record.key,
-        state=state,
-        request=request,
-        created_s=record.created_s,
-        pictures=tuple(result.get("pictures", ())),
-        error=result.get("error"),
-        notes=tuple(result.get("notes", ())),
-        cost=result.get("cost", {}),
-        **more,
-    )
-
-
-def news(live: Live, seen: dict[str, Any], place: int | None) -> Iterator[tuple[EventKind, dict[str, Any]]]:
-    """What a watcher has not been sent yet; `seen` is what it was."""
-    work = live.work
-    if work.started_s is None:
-        if place is not None and seen.get("place") != place:
-            seen["place"] = place
-            yield "queued", {"place": place}
-        return
-    if "begun" not in seen:
-        seen["begun"] = True
-        seen["steps"] = -1
-    if (done := work.steps_done) != seen["steps"] and done:
-        seen["steps"] = done
-        yield "step", _step(work, done)
-    while len(work.previews) > seen.get("previews", 0):
-        preview = work.previews[seen.get("previews", 0)]
-        seen["previews"] = seen.get("previews", 0) + 1
-        yield (
-            "preview",
-            {"picture": preview.picture, "index": preview.index, "step": preview.step, "png": preview.png},
-        )
-
-
-def _step(work: EngineJob, done: int) -> dict[str, Any]:
-    """How far a job is, by the picture that is furthest from its end and on its way."""
-    total = work.steps_total
-    each = total // len(work.tickets)
-    moving: list[Ticket] = [ticket for ticket in work.tickets if 0 < ticket.step < each]
-    ticket = moving[0] if moving else max(work.tickets, key=lambda one: one.step)
-    return {"picture": ticket.index, "step": ticket.step, "of": each, "done": done, "total": total}
 
 
 class Lives:

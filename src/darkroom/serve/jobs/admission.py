@@ -31,7 +31,6 @@ from darkroom.serve.api.guard import ANONYMOUS
 from darkroom.serve.engine.runner import shape_of
 from darkroom.serve.engine.shelf import MOST_LISTED
 from darkroom.serve.engine.tickets import FORMATS, Shape
-from darkroom.serve.errors import Refused, say
 from darkroom.serve.jobs.store import Record
 from darkroom.serve.request import (
     JOB_ID,
@@ -41,7 +40,9 @@ from darkroom.serve.request import (
     ControlChoice,
     ControlUpload,
     PictureRequest,
+    Refused,
     Uploads,
+    say,
 )
 from darkroom.serve.settings import Limits
 

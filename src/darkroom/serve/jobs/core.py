@@ -22,21 +22,18 @@ from darkroom.serve import status as cards
 from darkroom.serve.engine import loader as opening
 from darkroom.serve.engine import tickets
 from darkroom.serve.engine.pool import ModelPool, ServedModel
-from darkroom.serve.engine.tickets import EngineJob, Shape
-from darkroom.serve.errors import Refused
+from darkroom.serve.engine.tickets import EngineJob, Loop, Shape
 from darkroom.serve.jobs import admission
-from darkroom.serve.jobs.active import Live, Lives, job_of, job_of_record
+from darkroom.serve.jobs.active import Backlog, Bench, Intake, Live, Lives, over_quota
 from darkroom.serve.jobs.admission import new_record
-from darkroom.serve.jobs.completion import Endings, Watchers
-from darkroom.serve.jobs.intake import Bench, Intake, over_quota
-from darkroom.serve.jobs.results import Retention, picture_name
+from darkroom.serve.jobs.events import Watchers, job_of, job_of_record
+from darkroom.serve.jobs.results import Endings, Retention, picture_name
 from darkroom.serve.jobs.store import LIVE, OverQuota, Record, StorageError
-from darkroom.serve.loop import Loop
+from darkroom.serve.logs import Traces
 from darkroom.serve.metrics import Metrics
-from darkroom.serve.request import Event, Job, PictureRequest, StoredPicture, Uploads
+from darkroom.serve.request import Event, Job, PictureRequest, Refused, StoredPicture, Uploads
 from darkroom.serve.settings import ServeSettings
-from darkroom.serve.shared_queue import Backlog, Sharing, open_sharing, open_stores
-from darkroom.serve.traces import Traces
+from darkroom.serve.shared_queue import Sharing, open_sharing, open_stores
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model

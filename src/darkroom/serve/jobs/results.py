@@ -1,4 +1,7 @@
-"""Pictures on disk, a folder for each job, and how long they stay. Writes are atomic and flushed."""
+"""How jobs begin and end, and their pictures on disk, a folder for each job, and how long they stay.
+
+Reported by the engine's threads, written to the store, then sent on. Writes are atomic and flushed.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import sqlalchemy as sql
 
-from darkroom.errors import InputError, is_system_failure
+from darkroom.errors import DarkroomError, InputError, is_system_failure
 from darkroom.hardware.system import atomic_replace, lock_file, remove_file, remove_tree, sync_folder
-from darkroom.sample.provenance import Origin
-from darkroom.serve.engine.tickets import EngineJob
+from darkroom.sample.provenance import Origin, Provenance, how_to_sign
+from darkroom.serve import logs
+from darkroom.serve.engine.tickets import EngineJob, Loop
 from darkroom.serve.hooks import Hooks, Withheld
-from darkroom.serve.jobs.store import JOBS, METADATA, JobStore, StorageError
-from darkroom.serve.loop import Loop
-from darkroom.serve.request import FINAL, Uploads
-from darkroom.serve.settings import Limits
+from darkroom.serve.jobs.active import Live, Lives
+from darkroom.serve.jobs.store import JOBS, METADATA, JobStore, Record, StorageError
+from darkroom.serve.logs import Traces
+from darkroom.serve.metrics import Metrics
+from darkroom.serve.request import FINAL, Uploads, say, too_late
+from darkroom.serve.settings import Limits, ServeSettings
+
+if TYPE_CHECKING:
+    from darkroom.serve.engine.pool import ModelPool
 
 UID = re.compile(r"[0-9a-f]{32}")
 PROBE_UID = "0" * 32
@@ -423,3 +432,169 @@ class Retention:
         for uid, since_s in self._ownerless.items():
             if now_s - since_s >= OWNERLESS_S:
                 await self._delete(uid)
+
+
+def _opened_provenance(settings: ServeSettings) -> Provenance | None:
+    """What marks and signs the server's pictures: with the operator's certificate, else with one of its own
+    in the state folder."""
+    if not settings.provenance:
+        if settings.sign is not None:
+            raise InputError("--sign with --no-provenance", mend="leave one of them out")
+        return None
+    made = Provenance.opened(settings.sign, settings.state / "certificate.pem", say=settings.credentials)
+    if not made.signs:
+        LOG.info("pictures get a watermark and no credentials: %s", how_to_sign())
+    return made
+
+
+class Endings:
+    """The `Listener` of all works; `began`, `made` and `failed` come on the engine's threads."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        lives: Lives,
+        pool: ModelPool,
+        store: JobStore,
+        results: PictureFiles,
+        metrics: Metrics,
+        settings: ServeSettings,
+        traces: Traces | None = None,
+    ) -> None:
+        self._traces = traces
+        self._loop, self._lives, self._pool = loop, lives, pool
+        self._store, self._results = store, results
+        self._metrics, self._usd_per_hour = metrics, settings.usd_per_hour or 0.0
+        self.provenance = _opened_provenance(settings)
+        hooks = Hooks.named(settings.hooks, self.provenance)
+        self.keeper = ResultWriter(results, store, self._over_soon, settings.usd_per_hour, hooks)
+
+    def began(self, work: EngineJob) -> None:
+        """Of `Listener`."""
+        future = self._store.start(work.uid, time.time())
+        future.add_done_callback(_note_failure)
+
+    def drawn(self, work: EngineJob, index: int) -> None:
+        """Of `Listener`."""
+        self.keeper.check(work, index)
+
+    def made(self, work: EngineJob) -> None:
+        """Of `Listener`."""
+        self.keeper.keep(work)
+
+    def failed(self, work: EngineJob, error: BaseException) -> None:
+        """Of `Listener`."""
+        reason = {"code": _code(error), "message": _told(error)}
+        self._loop.soon(lambda: self._fail_soon(work.uid, reason))
+
+    def _fail_soon(self, uid: str, reason: dict[str, str]) -> None:
+        if (live := self._lives.get(uid)) is not None:
+            self._loop.spawn(self.end(live, "failed", {"error": reason}))
+
+    def overdue(self, live: Live) -> None:
+        """Its deadline has passed."""
+        reason = too_late(live.work.request.deadline_s or 0.0)
+        self._loop.spawn(self.end(live, "failed", {"error": reason}))
+
+    async def end(self, live: Live, state: str, result: dict[str, Any]) -> None:
+        """Stop a job for good. Where it was over a moment before, that is how it ended."""
+        self._pool.drop(live.work)
+        state, result = await self.end_row(live.record.uid, state, result)
+        self._over(live.work, state, result)
+
+    async def end_row(self, uid: str, state: str, result: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Write down how a job ended, however long that takes, and drop its files unless it is done.
+
+        Gives how it ended in truth: it may have been over before.
+        """
+        now_s = time.time()
+        if not await self._until_it_works(lambda: self._store.end(uid, state, now_s, result)):
+            record: Record | None = await self._until_it_works(lambda: self._store.find_uid(uid))
+            if record is not None:
+                state, result = record.state, record.result
+        if state != "done":
+            with suppress(StorageError, OSError):  # they go with the job, when it was kept long enough
+                await self._loop.in_thread(self._results.delete, uid)
+        return state, result
+
+    async def _until_it_works(self, write: Callable[[], Future[Any]]) -> Any:
+        """What the store gives; an end must be written down, or the job would run again after a restart."""
+        while True:
+            try:
+                return await asyncio.wrap_future(write())
+            except (StorageError, OSError):
+                await asyncio.sleep(RETRY_S)
+
+    def _over_soon(self, work: EngineJob, state: str, result: dict[str, Any]) -> None:
+        self._loop.soon(lambda: self._over(work, state, result))
+
+    def _over(self, work: EngineJob, state: str, result: dict[str, Any]) -> None:
+        """A job's end is in the store: tell everybody."""
+        live = self._lives.get(work.uid)
+        if live is None:
+            return
+        if not work.over:  # withheld while more of it was being drawn
+            self._pool.drop(work)
+        live.end(state, result)
+        self._lives.forget(live)
+        self._metrics.over.labels(state).inc()
+        if state == "done":
+            self._count_done(work)
+        self._tell_over(live)
+
+    def _tell_over(self, live: Live) -> None:
+        """A job's line in the log, and its spans."""
+        fields = _fields_of(live)
+        trace = None if self._traces is None else self._traces.job(live.work, live.state, fields)
+        phases = {phase: round(seconds, 6) for phase, seconds in live.work.phases().items()}
+        logs.event("job", **fields, phases=phases, trace_id=trace)
+
+    def _count_done(self, work: EngineJob) -> None:
+        num, metrics = len(work.tickets), self._metrics
+        metrics.pictures.inc(num)
+        metrics.pixels.inc(num * work.shape.pixels)
+        metrics.job_seconds.observe(time.monotonic() - work.accepted_s)
+        metrics.device_seconds.inc(work.device_s)
+        metrics.key_pictures.labels(work.key).inc(num)
+        metrics.key_device_seconds.labels(work.key).inc(work.device_s)
+        for phase, seconds in work.phases().items():
+            metrics.phase_seconds.labels(phase).observe(seconds)
+        metrics.usd.inc(work.device_s * self._usd_per_hour / 3600)
+
+
+def _fields_of(live: Live) -> dict[str, Any]:
+    """What is said of a job that is over, besides its phases."""
+    work, shape, error = live.work, live.work.shape, live.result.get("error", {})
+    return {
+        "job": work.uid,
+        "id": live.record.id if live.record.id != work.uid else None,
+        "request_id": work.request_id,
+        "key": work.key,
+        "state": live.state,
+        "pictures": len(work.tickets),
+        "size": f"{shape.width}x{shape.height}",
+        "steps": shape.steps,
+        "adapters": list(work.adapters) or None,
+        "controls": [choice.net for choice in work.request.controls] or None,
+        "device_s": round(work.device_s, 6),
+        "sha256": work.hashes or None,
+        "error": error.get("code"),
+        "why": error.get("message"),
+    }
+
+
+def _code(error: BaseException) -> str:
+    """A client's mistake that only drawing brought to light is one all the same."""
+    return "invalid_value" if isinstance(error, InputError) else "failed"
+
+
+def _told(error: BaseException) -> str:
+    """What a client may read of a failure: darkroom's own words, else only the kind."""
+    if isinstance(error, InputError):
+        return say(error)
+    return str(error) if isinstance(error, DarkroomError) else f"the picture failed: {type(error).__name__}"
+
+
+def _note_failure(future: Any) -> None:
+    if (error := future.exception()) is not None:
+        LOG.warning("a job's start could not be noted: %s", error)

@@ -107,9 +107,9 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 """By what they are (`weights`, `ema`, `optimiser`, `best`) and name; of an optimiser `<weight>/<key>`."""
 
 
-def place_beside(folder: Path, step: int, token: str) -> Path:
+def temporary_folder(folder: Path, step: int, token: str) -> Path:
     """Where a checkpoint is written before it counts; `token` is the session's own."""
-    return folder / f".beside-{step:08d}-{token}"
+    return folder / f".writing-{step:08d}-{token}"
 
 
 def write_share(temporary: Path, rank: int, size: int, tensors: Tensors, parts: Parts) -> None:
@@ -360,7 +360,7 @@ def _set_aside(path: Path) -> None:
 
 def clear_leftovers(folder: Path) -> None:
     """Remove what killed processes left; only for who holds the run, while nothing is being saved."""
-    for pattern in (".beside-*", ".gone-*"):
+    for pattern in (".writing-*", ".gone-*", ".beside-*"):  # the last of an older darkroom
         for path in folder.glob(pattern):
             remove_tree(path)
 

@@ -87,14 +87,14 @@ class LocalPlace:
     def write_share(
         self, step: int, token: str, rank: int, size: int, tensors: Tensors, parts: Parts
     ) -> None:
-        local.write_share(local.place_beside(self.folder, step, token), rank, size, tensors, parts)
+        local.write_share(local.temporary_folder(self.folder, step, token), rank, size, tensors, parts)
 
     def complete(self, step: int, token: str, size: int, scalars: Mapping[str, Any], keep: int) -> None:
-        local.complete(local.place_beside(self.folder, step, token), step, size, scalars, keep=keep)
+        local.complete(local.temporary_folder(self.folder, step, token), step, size, scalars, keep=keep)
 
     def failed(self, step: int, token: str, rank: int) -> None:
         if rank:
-            local.note_failure(local.place_beside(self.folder, step, token), rank)
+            local.note_failure(local.temporary_folder(self.folder, step, token), rank)
         else:
             local.clear_leftovers(self.folder)
 
