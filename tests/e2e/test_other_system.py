@@ -283,15 +283,16 @@ IMPORTS: dict[str, Callable[[Path], Path]] = {
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", IMPORTS)
 def test_each_kind_of_source_is_imported_and_deleted(folder: Path, kind: str) -> None:
-    source, path = IMPORTS[kind](folder / "pictures"), folder / f"{kind}.lance"
-    darkroom("import", source, path)
+    packed, path = IMPORTS[kind](folder / "pictures"), folder / f"{kind}.lance"
+    darkroom("import", packed, path)
     store = Store.open(path)
     assert store.num_rows == 20
+    [source] = store.sources()
     [one] = store.take([0], ["id"])["id"].to_pylist()
     darkroom("delete", path, "--id", one)
     darkroom("verify", path, "--purge")
     assert Store.open(path).num_rows == 19
-    darkroom("delete", path, "--source", next(iter(store.sources())))
+    darkroom("delete", path, "--source", source)
     darkroom("verify", path, "--purge")
     assert Store.open(path).num_rows == 0
 
@@ -365,14 +366,14 @@ def test_pictures_of_every_kind(folder: Path, tmp_path: Path) -> None:
     out, certificate = tmp_path / "drawn", tmp_path / "certificate.pem"
     told = ("--steps", 2, "--size", "32", "--out", out)
     darkroom("keys", "make-test-certificate", "--out", certificate, "--name", ODD)
-    darkroom("generate", folder / "base", ODD, "--sign", certificate, *told)
+    darkroom("generate", folder / "base", ODD, "--provenance", "--sign", certificate, *told)
     [first] = out.glob("*.png")
     assert ODD.encode("cp1252", "backslashreplace").decode("cp1252") in darkroom(
         "verify", first, "--trust", certificate
     )
     (tmp_path / "prompts.txt").write_bytes(f"{ODD}\na cat\n".encode("utf-16"))
-    sheet = ("--grid", "steps=1,2", "--format", "jpeg")
-    darkroom("generate", folder / "base", "--prompts", tmp_path / "prompts.txt", *sheet, *told)
+    darkroom("generate", folder / "base", "--prompts", tmp_path / "prompts.txt", "--format", "jpeg", *told)
+    darkroom("generate", folder / "base", ODD, "--grid", "guidance=1,3", *told)
     (tmp_path / "cards").mkdir()
     (tmp_path / "cards" / "thing.txt").write_text(ODD, "utf-8")
     cards = ("--wildcards", tmp_path / "cards", "--num", 2, "--format", "webp")
@@ -380,7 +381,9 @@ def test_pictures_of_every_kind(folder: Path, tmp_path: Path) -> None:
     darkroom("generate", folder / "base", "x", "--image", first, "--strength", 0.5, *told)
     darkroom("generate", folder / "base", "x", "--hires", "2:0.5", *told)
     kinds = [path.suffix for path in out.iterdir()]
-    assert (kinds.count(".webp"), kinds.count(".jpg") >= 4, kinds.count(".png") >= 3) == (2, True, True)
+    assert kinds.count(".webp") >= 2
+    assert kinds.count(".jpg") >= 2
+    assert kinds.count(".png") >= 5  # one, two and their sheet, and one each of the last two
 
 
 @pytest.mark.nightly
@@ -392,7 +395,14 @@ def test_scores_and_measures(folder: Path, tmp_path: Path) -> None:
         "train", recipe(tmp_path, "extractor", task="extractor", **content), "--out", tmp_path / "extractor"
     )
     drawn = ("--steps", 1, "--num", 1, "--size", 32, "--keep-pictures", tmp_path / "kept")
-    scored = ("--reference", store, "--extractor", f"inception={tmp_path / 'extractor'}", "--num-prompts", 8)
+    scored = (
+        "--reference",
+        store,
+        "--extractor",
+        f"inception={tmp_path / 'extractor' / 'model'}",
+        "--num-prompts",
+        8,
+    )
     words = ("evaluate", folder / "base", "--metrics", "fid,kid", "--prompts", store, *scored, *drawn)
     for _ in range(2):  # the second time all is there
         darkroom(*words, "--out", tmp_path / "scores.csv")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from PIL import Image
 from darkroom import models
 from darkroom.serve.engine.tickets import ENLARGE_COST
 from darkroom.serve.jobs.active import Rates
-from darkroom.serve.jobs.admission import check_limits, check_shape, check_texts, checked_picture
+from darkroom.serve.jobs.admission import (
+    check_limits,
+    check_shape,
+    check_texts,
+    checked_picture,
+    new_record,
+)
 from darkroom.serve.request import PictureRequest, Refused
 from darkroom.serve.settings import Limits
 
@@ -105,6 +112,24 @@ def test_steps_and_work_count_both_passes(tmp_path: Path) -> None:
     assert over.code == "over_limit"
     both = request.model_copy(update={"num": 2})
     assert refused(check_shape, model, both, Limits(work=cost)) is not None
+
+
+def test_a_jobs_row_has_the_work_of_all_its_pictures_and_when_it_is_due() -> None:
+    """What the servers that share a queue count and bound."""
+    model = models.create("tiny", parts=("unet", "vae", "text_encoder", "tokenizer"), seed=1)
+    told = {"prompt": "a", "steps": 4, "guidance": 1.0, "num": 3, "deadline_s": 60.0, "priority": "high"}
+    request = PictureRequest.model_validate(told)
+    shape = check_shape(model, request, Limits())
+    began_s = time.time()
+    record = new_record("u", "s", "k", "j", "d", request, shape)
+    assert (record.num, record.work) == (3, 3 * shape.whole_cost)
+    assert record.due_s == record.created_s + 60.0
+    assert began_s <= record.created_s <= time.time()
+    usual = request.model_copy(update={"num": 1, "deadline_s": None, "priority": "normal"})
+    other = new_record("u", "s", "k", "j", "d", usual, shape)
+    assert (other.num, other.work, other.due_s) == (1, shape.whole_cost, None)
+    assert record.priority > other.priority
+    assert (record.state, record.result, record.uid, record.key, record.id) == ("queued", {}, "u", "k", "j")
 
 
 @pytest.mark.parametrize(("solver", "calls"), [("heun", 13), ("dpmpp_sde", 13), ("pndm", 8), ("euler", 7)])

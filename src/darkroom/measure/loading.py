@@ -321,6 +321,7 @@ def _write_tars(folder: Path, pictures: Iterable[_Made]) -> None:
 @contextmanager
 def _tar_parts(folder: Path) -> Iterator[Iterator[Part]]:
     def read(file: Path) -> Iterator[bytes]:
+        """The pictures of a tar, one after the other."""
         with tarfile.open(file) as archive:
             for member in archive:
                 data = archive.extractfile(member)

@@ -78,7 +78,8 @@ def read_embedding(file: str | Path) -> Embedding:
     if whole := [name for name in names if types[name] not in FLOATS]:
         raise ModelError(f"'{file}' holds whole numbers for '{whole[0]}'", allowed="floats")
     tensors = load_file(str(file))
-    vectors = tuple(tensors[name].float() for name in names)
+    # A copy: a file that stays mapped could not be replaced on Windows, and written over ends the process.
+    vectors = tuple(tensors[name].to(torch.float32, copy=True) for name in names)
     vectors = tuple(one[None] if one.dim() == 1 else one for one in vectors)
     count = len(vectors[0])
     if any(one.dim() != 2 or len(one) != count for one in vectors) or not 1 <= count <= MAX_VECTORS:

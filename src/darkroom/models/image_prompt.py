@@ -155,7 +155,11 @@ def read_image_prompt(
     numbers = sorted({int(key.split(".")[1]) for key in tensors if key.startswith(LAYER_PREFIX)})
     try:
         layers = [
-            tuple(tensors[f"{LAYER_PREFIX}{n}.to_{part}_ip.weight"].float() for part in "kv") for n in numbers
+            tuple(  # copies, for the same reason as in `embeddings.read_embedding`
+                tensors[f"{LAYER_PREFIX}{n}.to_{part}_ip.weight"].to(torch.float32, copy=True)
+                for part in "kv"
+            )
+            for n in numbers
         ]
         projection = UNet2DConditionLoadersMixin._convert_ip_adapter_image_proj_to_diffusers(
             None, image, low_cpu_mem_usage=False

@@ -187,7 +187,8 @@ def read_lite(
     groups: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         stem, _, role = key.partition(".")
-        groups.setdefault(stem, {})[role] = tensor.float()
+        # A copy, for the same reason as in `embeddings.read_embedding`.
+        groups.setdefault(stem, {})[role] = tensor.to(torch.float32, copy=True)
     layers = {}
     for stem, parts in groups.items():
         found = layer_name(stem.replace(LITE_PREFIX, "lora_", 1)) if stem.startswith(LITE_PREFIX) else None

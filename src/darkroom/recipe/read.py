@@ -379,9 +379,12 @@ def _error_of(errors: Sequence[ErrorDetails], source: str) -> RecipeError:
         return RecipeError(key, "no such key", allowed=", ".join(names), mend=mend)
     if first["type"] == "missing":
         return RecipeError(key, "missing", mend=more or f"say it in {source} or as {key}=VALUE")
-    given = "" if isinstance(first["input"], dict) else f"{_shown(first['input'])} was given"
     allowed = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return RecipeError(key, given or "impossible", allowed=allowed, mend=more)
+    if not isinstance(first["input"], dict):
+        return RecipeError(key, f"{_shown(first['input'])} was given", allowed=allowed, mend=more)
+    if first["type"] == "value_error":  # two settings that exclude each other: the message says which
+        return RecipeError(key, allowed, mend=more)
+    return RecipeError(key, "impossible", allowed=allowed, mend=more)
 
 
 def _is_branch(part: int | str) -> bool:

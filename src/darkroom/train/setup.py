@@ -155,9 +155,7 @@ def make_job(
     contents = ranks.broadcast(lambda: contents_of(store, pinned.contents, columns_read(data)))
     chosen = chosen_of((train_rows, held_rows), data, pinned.chosen)
     device = own_device(train.device, ranks)
-    set_kernels(train, device)
-    if device.type == "cpu" and recipe.frees_in_forward:
-        return_freed(FREED_BYTES)
+    _set_process(train, device, recipe.frees_in_forward)
     precision, why = choose_precision(train.precision, device)
     notes = [f"precision {precision}: {why}"]
     site = _Site(device, precision, pinned, ranks, say, meter.part if meter else lambda _: nullcontext())
@@ -217,6 +215,13 @@ def make_job(
         notes=notes,
         ranks=ranks,
     )
+
+
+def _set_process(train: TrainSettings, device: torch.device, frees_in_forward: bool) -> None:
+    """Choose kernels; on a CPU, freed blocks go back to the system in a run whose forward pass frees them."""
+    set_kernels(train, device)
+    if device.type == "cpu" and frees_in_forward:
+        return_freed(FREED_BYTES)
 
 
 def _begin_with_eva(settings: AdapterSettings | None, step: Step, task: Task, fed: Fed) -> None:

@@ -351,6 +351,57 @@ def test_all_sizes_together_stay_within_a_few_full_calls(small):
     assert 2 < most <= 3 * 2 + 0.5
 
 
+def test_large_pictures_that_wait_for_each_other_keep_nobody_else_out(small):
+    """A second one of a key cannot begin before the first is over: what others ask for meanwhile begins."""
+    steps = threading.Semaphore(0)
+
+    with Running(small, unet=released_by(steps), capacity=2, lanes=1) as running:
+        large = [
+            running.work(
+                f"large{i}", PictureRequest(prompt="a", seed=i, steps=99, width=64, height=side), "a"
+            )
+            for i, side in enumerate((64, 56, 64))
+        ]
+        while large[0].started_s is None:
+            time.sleep(0.01)
+        little = PictureRequest(prompt="a", seed=9, steps=9, width=16, height=16)
+        others = [running.work(key, little, key) for key in ("b", "c")]
+        for _ in range(60):
+            steps.release()
+            time.sleep(0.02)
+        assert running.waiting.over == {"b": None, "c": None}
+        assert large[1].started_s is large[2].started_s is None, "all three are too much at once"
+        for work in large:
+            running.engine.drop(work)
+        steps.release(999)
+    assert [work.started_s for work in others] != [None, None]
+
+
+def test_sizes_share_the_time_and_not_the_number_of_steps(small):
+    """A step of a large picture that takes as long as twenty of a small one is followed by so many."""
+    order: list[int] = []
+
+    def slow(unet):
+        def call(x, *given):
+            large = x.shape[-1] > 4
+            order.append(large)
+            time.sleep(0.4 if large else 0.02)
+            return unet(x, *given)
+
+        return call
+
+    with Running(small, unet=slow, capacity=2, lanes=1) as running:
+        running.work("large", PictureRequest(prompt="a", seed=1, steps=20, width=64, height=64), "a")
+        while not order:
+            time.sleep(0.01)
+        running.work("small", PictureRequest(prompt="a", seed=2, steps=30, width=16, height=16), "b")
+        running.waiting.wait_for({"small"})
+        assert running.waiting.over == {"small": None}
+        done = list(order)
+    assert done.count(False) == 30
+    assert done.count(True) <= 8, "one for one it would be 20 before the small one ends"
+
+
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_as_many_sizes_step_at_once_as_there_are_lanes(small, lanes):
     inside, most = [], []

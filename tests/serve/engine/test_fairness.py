@@ -185,3 +185,41 @@ def test_shares_start_a_new_key_level_and_count_every_job():
     for job in free[:3]:
         shares.give(job)
     assert [job.key for job in shares.in_turn([Job("a", 1.0), Job("b", 1.0)])] == ["b", "a"]
+
+
+def test_a_keys_share_counts_its_work_so_many_times():
+    queue = FairQueue({"paying": 3})
+    for i in range(60):
+        queue.push(Entry(i, "paying", 64, 1.0))
+        queue.push(Entry(i, "other", 64, 1.0))
+    assert [entry.key for entry in served(queue, 40)].count("paying") == 30
+
+    @dataclass
+    class Job:
+        key: str
+        work: float
+
+    shares = Shares({"paying": 3})
+    jobs = [Job(key, 6.0) for key in ("paying", "other") for _ in range(8)]
+    assert [job.key for job in shares.in_turn(jobs)][:8].count("paying") == 6
+    for job in (jobs[0], jobs[1], jobs[2], jobs[-1]):
+        shares.give(job)
+    shares.begin(["paying", "other"])  # level again: three of one for one of the other
+    assert [job.key for job in shares.in_turn(jobs)][:4] == ["paying", "other", "paying", "paying"]
+
+
+def test_loads_that_fill_the_room_exactly_fit_and_what_left_leaves_nothing():
+    """Ten tenths are the room, however they are added up; a picture of no steps is there for a round."""
+    tenths = [PendingPicture(1, 1, 1.0, 0.125) for _ in range(8)]
+    assert admitted_after(tenths, [drawing(1, load=1.0)], 1.0, 2, 8.0) == [1.0]
+    assert admitted_after([drawing(0)], [drawing(1)], 1.0, 2, 1.0) == [1.0]
+    assert admitted_after([], [], 1.0, 2, 1.0) == []
+    halves = [drawing(3, load=0.5), drawing(5, load=0.5)]
+    assert admitted_after(halves, [drawing(1, load=0.5), drawing(1, load=1.0)], 1.0, 2, 1.0) == [6.0, 9.0]
+    # One call's room is left to other sizes: of two calls this size has one, of three at most two.
+    large = [drawing(4, size=1, load=2.0)]
+    assert admitted_after(large, [drawing(1, size=2), drawing(1, size=2)], 2.0, 2, 1.0) == [0.0, 0.0]
+    assert admitted_after(large, [drawing(1, size=2, load=2.0), drawing(1, size=3)], 2.0, 2, 1.0) == [
+        0.0,
+        2.0,
+    ]

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import warm
 from darkroom import models, sample
 from darkroom.errors import InputError
-from darkroom.serve.api.a1111 import ChosenModels
+from darkroom.serve.api.a1111_server import ChosenModels
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import PictureRequest, Refused
 from darkroom.serve.settings import models_in

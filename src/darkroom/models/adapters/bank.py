@@ -413,13 +413,17 @@ class Change:
         return cls(delta=delta, bias=None if layer.bias is None else factor * layer.bias.float())
 
     def cast(self, like: torch.Tensor) -> Change:
-        """In a weight's type, where it lies."""
+        """In a weight's type, where it lies, in memory of its own.
 
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(like.device, like.dtype).contiguous()
+        Where nothing is cast `down` would be the file's own, mapped: it could not be replaced on Windows, and
+        written over elsewhere it ends the process.
+        """
+
+        def moved(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+            return tensor.to(like.device, like.dtype, copy=copy).contiguous()
 
         return Change(
-            None if self.low_rank is None else (moved(self.low_rank[0]), moved(self.low_rank[1])),
+            None if self.low_rank is None else (moved(self.low_rank[0], copy=True), moved(self.low_rank[1])),
             None if self.gain is None else moved(self.gain),
             None if self.delta is None else moved(self.delta),
             None if self.bias is None else moved(self.bias),

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -21,20 +19,24 @@ from PIL import Image, ImageFilter, ImageOps
 from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import InputError
-from darkroom.models.embeddings import Embedding
 from darkroom.options import (
     A1111_AUTOMATIC,
     A1111_NAMES,
-    A1111_SCHEDULES,
     FLOW_SOLVER_NAMES,
     SAMPLERS,
     SOLVERS,
     find_solver,
 )
 from darkroom.picture_settings import DEFAULT_STEPS, LCM_STEPS, steps_of_share
-from darkroom.run import write_whole
 from darkroom.sample.pictures import a1111_text, parse_a1111
-from darkroom.serve.api.a1111_server import add_server_routes
+from darkroom.serve.api.a1111_server import (
+    SCHEDULERS,
+    ChosenModels,
+    add_lists,
+    add_server_routes,
+    named_model,
+    sigmas_of,
+)
 from darkroom.serve.api.controlnet import units_of
 from darkroom.serve.api.shared import all_made, caller, decoded, encoded, pngs_of, route_in
 from darkroom.serve.engine.tickets import png_of
@@ -199,7 +201,7 @@ class Txt2Img(BaseModel):
         given = (self.override_settings or {}).get("sd_model_checkpoint")
         if given is None or (chosen is not None and given == chosen):
             return chosen
-        return _model_name(core, given, "override_settings")
+        return named_model(core, given, "override_settings")
 
     def _clip_skip(self, card: ModelCard) -> int:
         """From `override_settings`; 422 for any other setting that would change the picture.
@@ -332,129 +334,9 @@ def a1111_router(core: Core) -> APIRouter:
         """The settings that a picture carries."""
         return await core.bench.do(caller(request), lambda: _png_info(core, body.image))
 
-    _add_lists(router, core, chosen)
+    add_lists(router, core, chosen)
     add_server_routes(router, core)
     return router
-
-
-def _add_lists(router: APIRouter, core: Core, chosen: ChosenModels) -> None:
-    """What the server has, and the options: of them only the caller's model can be set."""
-
-    @router.get("/options")
-    async def options(request: Request) -> dict[str, Any]:
-        """The server's settings, as far as they have a name in this dialect, with the caller's model."""
-        name = chosen.of(caller(request)) or core.model.name
-        return {"sd_model_checkpoint": name, "samples_format": "png", "CLIP_stop_at_last_layers": 1}
-
-    @router.post("/options")
-    async def set_options(body: dict[str, Any], request: Request) -> None:
-        """Chooses the model of the caller's own requests here, kept over restarts. Else takes what is so
-        already: nothing can be set for everybody."""
-        now = await options(request)
-        given = body.pop("sd_model_checkpoint", None)
-        wanted = None if given is None else _model_name(core, given, "sd_model_checkpoint")
-        for name, value in body.items():
-            if name not in now or value != now[name]:
-                shown = name[:100].encode("ascii", "replace").decode()
-                raise Refused(
-                    422, "not_served", f"{shown}: cannot be set, say it with each picture", param=shown
-                )
-        if wanted is not None and wanted != now["sd_model_checkpoint"]:
-            if core.settings.shared:  # the next request may go to another of the servers
-                message = "sd_model_checkpoint: say it with each picture (override_settings)"
-                raise Refused(422, "not_served", message, param="sd_model_checkpoint")
-            await asyncio.to_thread(chosen.choose, caller(request), wanted)
-
-    @router.get("/sd-models")
-    async def sd_models() -> list[dict[str, Any]]:
-        """The models served."""
-        return [
-            {
-                "title": card.name,
-                "model_name": card.name,
-                "hash": card.sha256 and card.sha256[:10],
-                "sha256": card.sha256,
-                "filename": card.name,
-                "config": None,
-            }
-            for card in core.models()
-        ]
-
-    @router.get("/samplers")
-    async def samplers() -> list[dict[str, Any]]:
-        """Samplers by their names here."""
-        return [{"name": name, "aliases": [solver], "options": {}} for name, (solver, _) in SAMPLERS.items()]
-
-    @router.get("/schedulers")
-    async def schedulers() -> list[dict[str, Any]]:
-        """Schedules of sigmas."""
-        return [{"name": name.lower().replace(" ", "_"), "label": name, "aliases": []} for name in SCHEDULERS]
-
-    @router.get("/loras")
-    async def loras() -> list[dict[str, Any]]:
-        """The adapters that a prompt may name."""
-        return [
-            {"name": one.name, "alias": one.name, "path": one.name, "metadata": {}} for one in core.adapters()
-        ]
-
-    @router.get("/embeddings")
-    async def embeddings() -> dict[str, Any]:
-        """The textual inversions that prompts may name, and those that are for other models."""
-        there = core.embeddings()
-        return {
-            kind: {one.name: _embedding(one) for one in found}
-            for kind, found in (("loaded", there.loaded), ("skipped", there.skipped))
-        }
-
-    @router.get("/upscalers")
-    async def upscalers() -> list[dict[str, Any]]:
-        """How a second pass may begin."""
-        plain = {"model_name": None, "model_path": None, "model_url": None, "scale": None}
-        return [{"name": name, **plain} for name in ("Latent", "Lanczos", *core.upscalers.names())]
-
-
-class ChosenModels:
-    """The model that each key has chosen by `options`, in a file: a restart draws by no other."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._lock = threading.Lock()
-        self._chosen: dict[str, str] = {}
-        if file.is_file():
-            self._chosen = json.loads(file.read_text(encoding="utf-8"))
-
-    def of(self, key: str) -> str | None:
-        """None where the key has chosen none."""
-        return self._chosen.get(key)
-
-    def choose(self, key: str, name: str) -> None:
-        """From now on. Writes a file."""
-        with self._lock:
-            chosen = {**self._chosen, key: name}
-            write_whole(self._file, json.dumps(chosen))
-            self._chosen = chosen
-
-
-def _model_name(core: Core, given: Any, param: str) -> str:
-    """A model's name as the server has it; 422 for none of that name."""
-    try:
-        return core.card(str(given)).name
-    except Refused as refused:
-        if refused.status != 404:
-            raise
-        message = refused.message.removeprefix("model: ")
-        raise Refused(422, "invalid_value", f"sd_model_checkpoint: {message}", param=param) from refused
-
-
-def _embedding(one: Embedding) -> dict[str, Any]:
-    """As A1111 tells it: `shape` is the width of all text encoders' vectors together."""
-    return {
-        "step": None,
-        "sd_checkpoint": None,
-        "sd_checkpoint_name": None,
-        "shape": sum(vectors.shape[1] for vectors in one.vectors),
-        "vectors": len(one.vectors[0]),
-    }
 
 
 def _error(refused: Refused) -> dict[str, Any]:
@@ -594,21 +476,6 @@ def _parsed(info: str) -> dict[str, Any]:
         return {}
 
 
-def _sigmas(ours: str | None) -> dict[str, Any]:
-    """A spacing of sigmas as a request says it."""
-    if ours is None:
-        return {}
-    return {ours: True} if ours in ("karras", "exponential") else {"sigmas": ours}
-
-
-SCHEDULERS: dict[str, dict[str, Any]] = {
-    "Automatic": {},
-    "Uniform": {"karras": False, "spacing": "linspace"},
-    "SGM Uniform": {"spacing": "trailing"},
-    **{name: _sigmas(ours) for name, ours in A1111_SCHEDULES.items()},
-}
-"""A1111's schedules in this server's words. diffusers gives the last the same spacing."""
-
 Neutral = bool | int | float | str | list[Any] | dict[str, Any] | None
 UNUSED = frozenset(
     {
@@ -703,7 +570,7 @@ def _solver_of(sampler: str | None, scheduler: str | None) -> dict[str, Any]:
             raise Refused(
                 422, "invalid_value", f"sampler_name: one of {', '.join(SAMPLERS)}", param="sampler_name"
             )
-        named = {"solver": found[0], "karras": None, **_sigmas(found[1])}
+        named = {"solver": found[0], "karras": None, **sigmas_of(found[1])}
     if scheduler:
         names = {name.lower(): value for name, value in SCHEDULERS.items()}
         asked = scheduler.strip().lower().replace("_", " ")

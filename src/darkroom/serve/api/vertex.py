@@ -143,7 +143,7 @@ def vertex_router(core: Core) -> APIRouter:
             raise Refused(
                 422, "over_limit", f"instances: at most {core.limits.pictures} pictures", param="instances"
             )
-        check_answer(body, core.card(body.parameters.model))
+        _check_answer(body, core.card(body.parameters.model))
         uploads = await with_controls(body.parameters.controls)
         jobs = await all_made(core, request, body.requests(), uploads=uploads)
         jpegs = await asyncio.to_thread(small_enough, await pngs_of(core, jobs), provenance=core.provenance)
@@ -166,7 +166,7 @@ def _predictions(body: PredictRequest, jobs: list[Job], pictures: list[str]) -> 
     ]
 
 
-def check_answer(body: PredictRequest, card: ModelCard) -> None:
+def _check_answer(body: PredictRequest, card: ModelCard) -> None:
     """422 where the pictures might not fit into one answer: before the first of them is drawn."""
     parameters = body.parameters
     width, height = parameters.width or card.width, parameters.height or card.height

@@ -56,7 +56,10 @@ def bucket_of(row: sample.Row) -> Hashable:
 class Bucket:
     """The rows of one size on their way."""
 
-    def __init__(self) -> None:
+    def __init__(self, had_s: float = 0.0) -> None:
+        self.had_s = had_s
+        """Seconds of steps that a row has had, from those of the size that had least when this one came. Who
+        had least is next, so that a large size takes no more of the device than a small one."""
         self.tickets: list[Ticket] = []
         self._batch: sample.RunningBatch | None = None
         self.meter_s = 0.0

@@ -118,7 +118,7 @@ class Engine:
         self._suspects: list[EngineJob] = []  # to be computed alone, one after the other, before all else
         self._between: set[Ticket] = set()  # being upscaled or waiting for it, with their adapters held
         self._previews: list[tuple[Ticket, int, torch.Tensor]] = []
-        self._buckets: dict[Hashable, Bucket] = {}  # those stepped longest ago first
+        self._buckets: dict[Hashable, Bucket] = {}  # of equal times those stepped longest ago first
         self._stepping: set[Hashable] = set()  # buckets that a lane has; nobody else touches them
         self._stepped: list[tuple[Hashable, Stepped | Exception]] = []
         self._loads: defaultdict[Hashable, float] = defaultdict(float)
@@ -279,7 +279,7 @@ class Engine:
         self._let_go()
         begun: set[Hashable] = set()
         while self.steps.free and (waiting := self._buckets.keys() - self._stepping - begun):
-            key = next(key for key in self._buckets if key in waiting)
+            key = min((key for key in self._buckets if key in waiting), key=self._had_s)
             begun.add(key)
             self._stepping.add(key)
             self.steps.put(partial(self._step_aside, key, self._buckets[key]))
@@ -287,6 +287,9 @@ class Engine:
             self._admit()  # who came meanwhile waits neither for the other sizes nor for what is developed
         self._develop()
         self._tell()
+
+    def _had_s(self, key: Hashable) -> float:
+        return self._buckets[key].had_s
 
     def _step_aside(self, key: Hashable, bucket: Bucket) -> None:
         stepped: Stepped | Exception
@@ -315,13 +318,15 @@ class Engine:
         """Tells which pictures fit. A size that has no capacity for one has none for the next either,
         or large pictures would wait for ever behind small ones."""
         closed: set[Hashable] = set()
-        full = False
+        full, kept = False, 0.0
         self._suspects = [work for work in self._suspects if not work.over]
         suspect = self._suspects[0] if self._suspects else None
+        # However large its pictures are, a size leaves capacity for a full call of the others.
+        most, whole = (FULL_CALLS - 1) * self.capacity, FULL_CALLS * self.capacity
 
         def admits(entry: Entry) -> bool:
             """Whether an entry may start now, for the queue's choice."""
-            nonlocal full
+            nonlocal full, kept
             if full or entry.size in closed:
                 return False
             if suspect is not None:
@@ -330,13 +335,19 @@ class Engine:
                     return False
             load = _load_of(entry, self.own_pixels)
             here = self._loads.get(entry.size, 0.0)
-            # However large its pictures are, a size leaves capacity for a full call of the others.
-            most = (FULL_CALLS - 1) * self.capacity
-            there = sum(min(taken, most) for taken in self._loads.values())
-            full = there > 0 and there + min(load, most) > FULL_CALLS * self.capacity
             if here > 0 and here + load > self.capacity:
                 closed.add(entry.size)
-            return not full and entry.size not in closed
+                return False
+            loads, load = self._loads.values(), min(load, most)
+            there = sum(min(taken, most) for taken in loads)
+            large = sum(min(taken, most) for taken in loads if taken > self.capacity)
+            if there > 0 and there + load > whole:
+                if large + load <= whole:
+                    full = True
+                else:  # it waits for a large one to end, and then has to fit beside the small ones
+                    kept = max(kept, load)
+                return False
+            return not kept or there - large + load + kept <= whole
 
         return admits
 
@@ -421,7 +432,9 @@ class Engine:
             if (key := bucket_of(ticket.row)) in self._stepping:
                 early.append(ticket)
             else:
-                self._buckets.setdefault(key, Bucket()).add(ticket)
+                if key not in self._buckets:
+                    self._buckets[key] = Bucket(min(map(self._had_s, self._buckets), default=0.0))
+                self._buckets[key].add(ticket)
         with self._condition:
             self._arrived = early + self._arrived
 
@@ -465,6 +478,7 @@ class Engine:
         """Note what a step cost, one of so `at_once`, and pass on what it finished."""
         gone = [*stepped.finished, *(ticket for ticket, _ in stepped.failed)]
         first = (gone or bucket.tickets)[0].shape
+        bucket.had_s += stepped.wall_s / max(1, len(bucket.tickets) + len(gone))
         self._work_done = MEMORY * self._work_done + stepped.evaluations * first.pixels
         self._work_s = MEMORY * self._work_s + stepped.wall_s / at_once
         self.step_s = stepped.wall_s

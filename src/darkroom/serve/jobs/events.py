@@ -98,7 +98,7 @@ def _step(work: EngineJob, done: int) -> dict[str, Any]:
 News = AsyncGenerator[tuple[EventKind, dict[str, Any]]]
 
 
-class Followed(Protocol):
+class ElsewhereDrawn(Protocol):
     """Where jobs that other servers draw can be followed."""
 
     def follow(self, key: str, job_id: str) -> AsyncIterator[tuple[EventKind, dict[str, Any]]]:
@@ -109,7 +109,7 @@ class Watchers:
     """Belongs to the event loop's thread. The engine ticks only while somebody watches."""
 
     def __init__(
-        self, loop: Loop, lives: Lives, pool: ModelPool, sharing: Followed | None, most: int
+        self, loop: Loop, lives: Lives, pool: ModelPool, sharing: ElsewhereDrawn | None, most: int
     ) -> None:
         self._loop, self._lives, self._pool = loop, lives, pool
         self._sharing, self._most = sharing, most
