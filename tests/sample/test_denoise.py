@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from darkroom.options import SOLVERS
 from darkroom.sample import denoise
 from darkroom.sample.choice import make_table
-from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch, advance
+from darkroom.sample.denoise import (
+    NEGATIVE,
+    Condition,
+    KnownPart,
+    Owner,
+    Row,
+    RunningBatch,
+    Unet,
+    advance,
+)
 
 CONFIG = {
     "_class_name": "DDIMScheduler",
@@ -250,6 +259,58 @@ def test_texts_of_several_lengths_share_a_batch() -> None:
     for i, (a, b) in enumerate(zip(together, alone, strict=True)):
         assert far(a, b) < 1e-5
         assert far(a, alone[i - 1]) > 0.1
+
+
+class OwnersUnet(CountingUnet):
+    """Keeps whose each row of a call was said to be, with the first number of its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[list[tuple[Row, int, float]]] = []
+
+    def of_rows(self, owners: Sequence[Owner]) -> Unet:
+        def call(x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]) -> Any:
+            firsts = text[:, 0, 0].tolist()
+            self.told.append([(*owner, first) for owner, first in zip(owners, firsts, strict=True)])
+            return self(x, t, text, added)
+
+        return call
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (3, 5)])
+def test_a_unet_is_told_whose_each_row_is(lengths: tuple[int, int]) -> None:
+    """Also of a prompt composed of three, and where texts of other lengths take a call of their own."""
+
+    def text(value: float, length: int) -> Condition:
+        return Condition(torch.full((length, 2), value), {"pooled": torch.full((5,), 0.1)})
+
+    short, long = lengths
+    rows = [
+        replace(row(guidance=1.0), positive=text(0.1, short), negative=text(-0.1, short)),
+        replace(row(), positive=text(0.2, long), negative=text(-0.2, long)),
+        replace(
+            row(),
+            positive=text(0.3, short),
+            negative=text(-0.3, short),
+            further=(text(0.4, short), text(0.5, long)),
+            weights=(1.0, 0.5, -0.5),
+        ),
+    ]
+    unet = OwnersUnet()
+    advance(unet, rows)
+    assert len(unet.told) == len(set(lengths))
+    told = sorted(
+        (rows.index(one), which, round(first, 3)) for some in unet.told for one, which, first in some
+    )
+    assert told == [
+        (0, 0, 0.1),
+        (1, NEGATIVE, -0.2),
+        (1, 0, 0.2),
+        (2, NEGATIVE, -0.3),
+        (2, 0, 0.3),
+        (2, 1, 0.4),
+        (2, 2, 0.5),
+    ]
 
 
 def test_what_is_known_stays_to_the_last_step() -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -49,7 +50,7 @@ def server() -> Iterator[str]:
 
 
 @pytest.fixture
-def url(server: str, request: pytest.FixtureRequest) -> str:
+def s3_url(server: str, request: pytest.FixtureRequest) -> str:
     """A prefix of its own in a bucket that is there."""
     import s3fs
 
@@ -59,21 +60,26 @@ def url(server: str, request: pytest.FixtureRequest) -> str:
     return f"s3://runs/{zlib.crc32(request.node.name.encode())}/a"
 
 
+@pytest.fixture(params=["file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An address of its own, in a folder and on the server."""
+    if request.param == "file":
+        return f"file://{tmp_path}/store"
+    address: str = request.getfixturevalue("s3_url")
+    return address
+
+
 def keys(url: str) -> list[str]:
     """All objects under an address, without it."""
-    import s3fs
-
-    files = s3fs.S3FileSystem()
+    files, root = fsspec.url_to_fs(url)
     files.invalidate_cache()
-    root = url.removeprefix("s3://")
     return sorted(key.removeprefix(f"{root}/") for key in files.find(root))
 
 
 def spoil(url: str, key: str) -> None:
     """Change one byte of an object."""
-    import s3fs
-
-    files, path = s3fs.S3FileSystem(), f"{url.removeprefix('s3://')}/{key}"
+    files, root = fsspec.url_to_fs(url)
+    path = f"{root}/{key}"
     content = bytearray(files.cat_file(path))
     content[-1] ^= 1
     files.pipe_file(path, bytes(content))
@@ -221,21 +227,21 @@ place.write_share(20, "killed", 0, 1, large, {})
 """
 
 
-def test_a_kill_in_the_middle_of_an_upload_leaves_the_older_one(url: str, tmp_path: Path) -> None:
+def test_a_kill_in_the_middle_of_an_upload_leaves_the_older_one(s3_url: str, tmp_path: Path) -> None:
     import s3fs
 
-    place, files = RemotePlace(url, tmp_path), s3fs.S3FileSystem()
+    place, files = RemotePlace(s3_url, tmp_path), s3fs.S3FileSystem()
     save(place, 10)
-    command = [sys.executable, "-c", KILLED_IN_AN_UPLOAD, url, str(tmp_path)]
+    command = [sys.executable, "-c", KILLED_IN_AN_UPLOAD, s3_url, str(tmp_path)]
     assert subprocess.run(command, timeout=120, env=dict(os.environ)).returncode == -signal.SIGKILL
     begun = [upload["Key"] for upload in files.list_multipart_uploads("runs")]
     assert any("step-00000020.killed/weights.safetensors" in key for key in begun)  # parts were sent
     assert [kept.step for kept in place.kept()] == [10]
     save(place, 15, token="half")
-    files.rm_file(f"{url.removeprefix('s3://')}/step-00000015.half/manifest.json")  # killed just before it
+    files.rm_file(f"{s3_url.removeprefix('s3://')}/step-00000015.half/manifest.json")  # killed just before it
     assert newest([place], print, ALONE)[1].step == 10  # type: ignore[union-attr]
     place.prepare()  # the next session clears away
-    assert {key.partition("/")[0] for key in keys(url)} == {"step-00000010.t"}
+    assert {key.partition("/")[0] for key in keys(s3_url)} == {"step-00000010.t"}
     assert not files.list_multipart_uploads("runs")
 
 
@@ -269,10 +275,10 @@ class Enough(Exception):
     """The machine is gone."""
 
 
-def test_a_run_goes_on_in_an_empty_folder(url: str, recipe_of: Any, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_an_empty_folder(s3_url: str, recipe_of: Any, tmp_path: Path) -> None:
     """Lost with its machine after a save; another machine with nothing but recipe and store ends it alike."""
     settings = ("train.steps=8", "checkpoint.every=2", "train.log_every=1")
-    recipe = recipe_of("pretrain", *settings, f"checkpoint.url={url}")
+    recipe = recipe_of("pretrain", *settings, f"checkpoint.url={s3_url}")
 
     def dies(line: str) -> None:
         if line.startswith("step 5/8"):
@@ -296,7 +302,7 @@ def test_a_run_goes_on_in_an_empty_folder(url: str, recipe_of: Any, tmp_path: Pa
     made = export(tmp_path / "second", tmp_path / "model", checkpoint=6, ema=False, say=lambda _: None)
     earlier = load_file(made / "unet/diffusion_pytorch_model.safetensors")
     assert not all(torch.equal(earlier[name], other[name]) for name in other)
-    another = recipe_of("pretrain", *settings, "optim.lr=0.001", f"checkpoint.url={url}")
+    another = recipe_of("pretrain", *settings, "optim.lr=0.001", f"checkpoint.url={s3_url}")
     with pytest.raises(RecipeError, match=r"optim.lr"):
         train(another, out=tmp_path / "third", console=lambda _: None)
     with pytest.raises(RecipeError, match="another run's checkpoints"):
