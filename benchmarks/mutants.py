@@ -136,6 +136,42 @@ CHOSEN: tuple[tuple[str, str, str], ...] = (
 # A line of a module as a mutant leaves it, and why it does the same as the line that was there.
 EQUIVALENT = {
     (
+        "sample/denoise.py",
+        "if len(self._texts) != 1:",
+    ): "a batch has at least one row, and so one text",
+    (
+        "sample/denoise.py",
+        "return table.levels_S2[step].tolist() if step != len(table) else [1.0, 0.0]",
+    ): "no step is asked for beyond the table's end",
+    (
+        "sample/denoise.py",
+        "return self.step == len(self.table)",
+    ): "no step is taken beyond the table's end",
+    (
+        "sample/denoise.py",
+        "everyone = len(self._guided) >= count",
+    ): "no more rows are guided than there are",
+    (
+        "train/objective.py",
+        'if self.prediction is "sample":',
+    ): "the names of predictions are this module's own constants",
+    (
+        "train/checkpoint/format.py",
+        "if low <= high:",
+    ): "a piece without rows adds none",
+    (
+        "train/checkpoint/saver.py",
+        'if tensor.dim() or parts[name.rpartition("/")[0]][0] <= 0  # a number is the same for all rows',
+    ): "no rank's first row is below 0",
+    (
+        "train/checkpoint/saver.py",
+        """"" if schedule <= "constant" else f"; the rate's {schedule} decay is stretched over the new length\"""",
+    ): "no schedule's name comes before that one",
+    (
+        "models/adapters/bank.py",
+        "if layer.kernel_size == (1, 1) and layer.stride == (1, 2):",
+    ): "the other way gives the same product, more slowly",
+    (
         "serve/jobs/admission.py",
         "if (getattr(request, name) or 1) + request.num - 1 > MAX_SEED:",
     ): "without a seed, or with 0, no number of pictures comes near the largest one",
@@ -194,7 +230,16 @@ def drawn(module: str, seed: int) -> tuple[int, Iterator[Mutant]]:
                 places.append((name, occurrence))
     random.Random(seed).shuffle(places)
     texts = (mutate_code(whole, get_operator(name)(), occurrence) for name, occurrence in places)
-    return len(places), (make_mutant(module, whole, text) for text in texts)
+    return len(places), (make_mutant(module, whole, text) for text in texts if is_python(text))
+
+
+def is_python(text: str) -> bool:
+    """Whether it can be compiled: a star in front of keywords alone is an operator to cosmic-ray."""
+    try:
+        compile(text, "", "exec")
+    except SyntaxError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from darkroom.sample.denoise import (
     Owner,
     Row,
     RunningBatch,
+    Stage,
     Unet,
     advance,
 )
@@ -259,6 +260,37 @@ def test_texts_of_several_lengths_share_a_batch() -> None:
     for i, (a, b) in enumerate(zip(together, alone, strict=True)):
         assert far(a, b) < 1e-5
         assert far(a, alone[i - 1]) > 0.1
+
+
+def test_a_generator_moves_on_by_what_its_solver_draws_and_no_more() -> None:
+    """LCM draws at each step but the last; also where a batch begins in the middle of a row."""
+    one = row("lcm", steps=4, seed=5)
+    steps = denoise(CountingUnet(), [one])
+    next(steps)
+    steps.close()
+    run([one])
+    assert one.generator is not None
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(1 + 3):
+        torch.randn(SHAPE, generator=generator)
+    assert torch.equal(torch.randn(SHAPE, generator=one.generator), torch.randn(SHAPE, generator=generator))
+
+
+def test_a_prompt_changes_at_its_step_wherever_the_batch_begins() -> None:
+    def staged() -> Row:
+        return row(steps=6, stages=(Stage(2, told(0.1), told(-0.2)), Stage(4, told(0.9), told(-0.5))))
+
+    (alone,) = run([staged()])
+    for stop in (1, 2, 3, 4):
+        one = staged()
+        steps = denoise(CountingUnet(), [one])
+        for _ in range(stop):
+            next(steps)
+        steps.close()
+        assert far(run([one])[0], alone) < 1e-5
+    assert far(run([row(steps=6)])[0], alone) > 0.1
+    first, *_, last = (staged().conditions_at(step)[0].text_LD[0, 0].item() for step in (2, 3, 4, 5))
+    assert (first, last) == pytest.approx((0.1, 0.9))  # the last holds to the end
 
 
 class OwnersUnet(CountingUnet):

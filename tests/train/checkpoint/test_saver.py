@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from darkroom.errors import CheckpointError, RecipeError
 from darkroom.run import Run
@@ -115,6 +117,8 @@ def test_shares_of_several_are_one_checkpoint(tmp_path):
     assert torch.equal(read["optimiser"]["unet.a/exp_avg"], -whole)
     assert torch.equal(read["weights"].rows("unet.a", 2, 2), whole[2:4])
     assert torch.equal(read["optimiser"].rows("unet.a/step", 2, 2), torch.tensor(3.0))
+    assert torch.equal(read["weights"].rows("unet.a", 0, 2), whole[:2])  # of the first file alone
+    assert torch.equal(read["weights"].rows("unet.a", 4, 1), whole[4:])
 
 
 def test_a_share_that_never_comes_is_an_error(tmp_path):
@@ -177,6 +181,24 @@ def test_of_numbers_that_all_rows_share_the_first_rows_rank_writes_one(tmp_path)
         assert set(read) == ({"unet.a/exp_avg", "unet.a/step"} if first == 0 else {"unet.a/exp_avg"})
 
 
+class Of(Ranks):
+    """One of several that takes its own word, so that its share can be seen alone."""
+
+    def broadcast(self, decide):
+        return decide()
+
+
+def test_where_all_hold_all_each_rank_writes_a_part_of_the_weights(tmp_path):
+    named = {f"unet.{i}": torch.full((2,), float(i)) for i in range(5)}
+    for rank, own in ((1, {"unet.1", "unet.4"}), (2, {"unet.2"})):
+        one = Saver(tmp_path, keep=2, ranks=Of(rank, 3), say=print, background=False)
+        one.save(5, {"weights": named}, {}, {})
+        (written,) = tmp_path.glob(f".writing-*/weights-{rank:05d}.safetensors")
+        found = load_file(written)
+        assert set(found) == own
+        assert all(torch.equal(found[name], named[name]) for name in own)
+
+
 RECIPE = {
     "train": {"steps": 10, "log_every": 1, "device": "cpu", "micro_batch": 4},
     "optim": {"lr": 0.1, "lr_schedule": "constant"},
@@ -186,7 +208,9 @@ RECIPE = {
 
 def changed(**sections: dict[str, object]) -> dict[str, dict[str, object]]:
     """The recipe with other values."""
-    return {name: {**values, **sections.get(name, {})} for name, values in RECIPE.items()}
+    made = {name: {**values, **sections.get(name, {})} for name, values in RECIPE.items()}
+    read: dict[str, dict[str, object]] = json.loads(json.dumps(made))  # as from a run's folder
+    return read
 
 
 def test_what_changes_nothing_that_is_learned_may_change_unsaid():

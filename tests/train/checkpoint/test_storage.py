@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,8 +21,17 @@ import torch
 from safetensors.torch import load_file
 
 from darkroom.errors import CheckpointError, DamagedCheckpoint, RecipeError
-from darkroom.train.checkpoint.storage import Kept, RemotePlace, newest
-from darkroom.train.distributed.ranks import ALONE
+from darkroom.train.checkpoint import storage
+from darkroom.train.checkpoint.storage import (
+    Kept,
+    LocalPlace,
+    RemotePlace,
+    check_url,
+    newest,
+    place_of,
+    take_records,
+)
+from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.run import export, train
 
 pytest.importorskip("moto", reason="moto[server] is not installed")
@@ -157,6 +168,83 @@ def test_a_copy_is_read_again_only_while_it_is_that_checkpoint(tmp_path: Path) -
     place.forget()
     with pytest.raises(DamagedCheckpoint, match="no such object"):
         place.load(place.kept()[0])
+
+
+def test_another_rank_of_the_machine_waits_for_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads what the first one has read, and never the store."""
+    monkeypatch.setattr(storage, "POLL_S", 0.0)
+    place, second = RemotePlace(f"file://{tmp_path}/store", tmp_path / "run"), Ranks(local_rank=1)
+    save(place, 20)
+    (kept,) = place.kept()
+    monkeypatch.setattr(storage, "SHARES_WAIT_S", 0.05)
+    with pytest.raises(CheckpointError, match="step-00000020.t' was not read for 0.05 s"):
+        place.open(kept, second)
+    monkeypatch.setattr(storage, "SHARES_WAIT_S", 60.0)
+    reader = threading.Timer(0.2, place.load, [kept])
+    reader.start()
+    assert place.open(kept, second).scalars == {"k": 20}
+    reader.join()
+    shutil.rmtree(tmp_path / "store")
+    assert place.open(kept, second).scalars == {"k": 20}
+    place.forget()
+    with pytest.raises(DamagedCheckpoint):
+        place.open(kept, ALONE)
+
+
+def test_a_share_that_never_comes_is_an_error_at_an_address_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "POLL_S", 0.0)
+    monkeypatch.setattr(storage, "SHARES_WAIT_S", 0.05)
+    place = RemotePlace(f"file://{tmp_path}/store", tmp_path / "run")
+    place.write_share(3, "t", 0, 2, tensors(3), {})
+    with pytest.raises(CheckpointError, match="rank 1 has not written its share for 0.05 s"):
+        place.complete(3, "t", 2, {}, 1)
+    place.failed(3, "t", 1)
+    with pytest.raises(CheckpointError, match="rank 1 could not write its share to file://"):
+        place.complete(3, "t", 2, {}, 1)
+    assert place.kept() == []
+    monkeypatch.setattr(storage, "SHARES_WAIT_S", 60.0)
+    place.write_share(4, "t", 0, 2, tensors(4), {})
+    late = threading.Timer(0.2, place.write_share, [4, "t", 1, 2, {"weights": {"unet.b": torch.ones(2)}}, {}])
+    late.start()
+    place.complete(4, "t", 2, {}, 1)
+    late.join()
+    assert [kept.step for kept in place.kept()] == [4]
+
+
+def test_a_save_after_an_older_one_was_gone_on_from_replaces_all_others(tmp_path: Path) -> None:
+    """The later ones were passed over, and would be tried first again."""
+    place = RemotePlace(f"file://{tmp_path}/store", tmp_path / "run")
+    save(place, 20)
+    save(place, 30)
+    save(place, 25, keep=1)
+    assert [kept.step for kept in place.kept()] == [25]
+
+
+def test_records_of_a_run_go_with_its_checkpoints(url: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("{}\n")
+    place = place_of(url, run)
+    assert isinstance(place, RemotePlace)
+    save(place, 5)
+    take_records(place.load(place.kept()[0]), tmp_path / "elsewhere" / "run")
+    assert [path.name for path in (tmp_path / "elsewhere" / "run").iterdir()] == ["metrics.jsonl"]
+    assert (tmp_path / "elsewhere" / "run" / "metrics.jsonl").read_text() == "{}\n"
+    own = place_of(None, run)
+    assert isinstance(own, LocalPlace)
+    assert own.folder == run / "checkpoints"
+
+
+def test_addresses_are_checked_before_any_work() -> None:
+    check_url(None)
+    check_url("s3://bucket/prefix")
+    for given, told in (("s3://", "names no place"), ("nowhere://bucket/a", "nowhere")):
+        with pytest.raises(RecipeError, match=told):
+            check_url(given)
 
 
 def test_a_store_that_fails_is_no_damage(tmp_path: Path) -> None:
