@@ -68,10 +68,12 @@ TESTS = {
     "train/checkpoint/storage.py": ["train/checkpoint/test_storage.py", "train/checkpoint/test_format.py"],
     "train/checkpoint/saver.py": ["train/checkpoint/test_saver.py"],
 }
-# Left out of these: tests that train or start a server, and of a test that is there for several numbers of
-# steps the longest.
+# Left out of these: tests that train or start a server, and of a test that is there many times over the
+# longest and what others of it show.
 SLOW_FIXTURES = {"recipe_of", "base", "photos", "run_core", "run_http", "server"}
-SLOW = re.compile(r"[-\[](50|999|1000)\]|\[s3")
+SLOW = re.compile(
+    r"[-\[](50|999|1000)\]|\[s3|test_blocks_take|test_any_number_of|test_another_solver_on|_settings\[.*-20\]"
+)
 OPERATORS = (
     "Comparison",
     "BinaryOperator",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from darkroom import hardware
 from darkroom.errors import CheckpointError, RecipeError
 from darkroom.run import Run
 from darkroom.train.checkpoint import format as checkpoint
@@ -252,3 +255,47 @@ def test_another_machine_or_version_is_said():
     assert check_environment(here, here) == []
     told = f"threads was {here['threads']} and is 99: no longer bit-identical to an undisturbed run"
     assert check_environment(here, {**here, "threads": 99}) == [told]
+
+
+def test_a_card_is_told_by_its_own_name(monkeypatch):
+    here = hardware.machine()
+    cards = tuple(hardware.Device("cuda", i, f"card {i}", None) for i in range(2))
+    monkeypatch.setattr(hardware, "machine", lambda: replace(here, devices=cards))
+    told = [
+        exactness(torch.device(name), "bf16", 4)["device"] for name in ("cpu", "cuda", "cuda:0", "cuda:1")
+    ]
+    assert told == [here.cpu, "card 0", "card 0", "card 1"]
+
+
+def test_a_cards_tensors_go_where_the_last_ones_were(tmp_path, monkeypatch):
+    """Pinned memory is made once for each tensor, and anew where shape or type changed: on a card's look-alike."""
+    made, empty_like = [], torch.empty_like
+
+    def noted(tensor, **more):
+        made.append(more)
+        return empty_like(tensor, **more)
+
+    monkeypatch.setattr(torch, "empty_like", noted)
+    one = saver(tmp_path)
+    with FakeTensorMode():
+
+        def copied(dtype=torch.float32, shape=(2, 3)):
+            there = torch.empty(shape, device="cuda", dtype=dtype)
+            [copy] = one._copied("weights", {"unet.a": there}).values()
+            assert (copy.device.type, copy.dtype, tuple(copy.shape)) == ("cpu", dtype, shape)
+            return copy
+
+        first = copied()
+        assert copied() is first
+        for changed in (
+            {"shape": (3, 2)},
+            {"shape": (1, 3)},
+            {"dtype": torch.float64},
+            {"dtype": torch.bfloat16},
+        ):
+            other = copied(**changed)
+            assert other is not first
+            assert copied(**changed) is other
+            first = copied()
+            assert first is not other
+    assert made == [{"device": "cpu", "pin_memory": True}] * (1 + 2 * 4)
