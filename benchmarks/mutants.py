@@ -138,6 +138,18 @@ CHOSEN: tuple[tuple[str, str, str], ...] = (
 # A line of a module as a mutant leaves it, and why it does the same as the line that was there.
 EQUIVALENT = {
     (
+        "sample/solvers.py",
+        'b_h = hh if kind <= "bh1" else phi_1',
+    ): "no kind's name comes before that one",
+    (
+        "sample/solvers.py",
+        "slopes = [(m[k] - m[0]) / ratios[k >> 1] for k in range(1, order)]",
+    ): "k is 1 or 2: no order is above 3",
+    (
+        "sample/solvers.py",
+        "return np.where(whole >= 0, known[np.clip(whole, 0, len(known) ** 1)], end)",
+    ): "no timestep lies beyond the schedule's last",
+    (
         "train/objective.py",
         'if settings.distribution is "mode":',
     ): "settings hold the very literal of their type",
