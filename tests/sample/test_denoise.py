@@ -277,19 +277,21 @@ def test_a_generator_moves_on_by_what_its_solver_draws_and_no_more() -> None:
 
 
 def test_a_prompt_changes_at_its_step_wherever_the_batch_begins() -> None:
-    def staged() -> Row:
-        return row(steps=6, stages=(Stage(2, told(0.1), told(-0.2)), Stage(4, told(0.9), told(-0.5))))
+    def staged(until: int) -> Row:
+        return row(steps=6, stages=(Stage(until, told(0.1), told(-0.2)), Stage(4, told(0.9), told(-0.5))))
 
-    (alone,) = run([staged()])
-    for stop in (1, 2, 3, 4):
-        one = staged()
-        steps = denoise(CountingUnet(), [one])
-        for _ in range(stop):
-            next(steps)
-        steps.close()
-        assert far(run([one])[0], alone) < 1e-5
-    assert far(run([row(steps=6)])[0], alone) > 0.1
-    first, *_, last = (staged().conditions_at(step)[0].text_LD[0, 0].item() for step in (2, 3, 4, 5))
+    for until in (1, 2, 3):
+        (alone,) = run([staged(until)])
+        for stop in (1, 2, 3, 4):
+            one = staged(until)
+            steps = denoise(CountingUnet(), [one])
+            for _ in range(stop):
+                next(steps)
+            steps.close()
+            assert far(run([one])[0], alone) < 1e-5
+        assert far(run([row(steps=6)])[0], alone) > 0.1
+        assert far(run([staged(until - 1)])[0], alone) > 1e-3
+    first, *_, last = (staged(2).conditions_at(step)[0].text_LD[0, 0].item() for step in (2, 3, 4, 5))
     assert (first, last) == pytest.approx((0.1, 0.9))  # the last holds to the end
 
 
