@@ -72,7 +72,8 @@ TESTS = {
 # longest and what others of it show.
 SLOW_FIXTURES = {"recipe_of", "base", "photos", "run_core", "run_http", "server"}
 SLOW = re.compile(
-    r"[-\[](50|999|1000)\]|\[s3|test_(blocks_take|rows_of_every_kind|keys_of_a_text|adapters_may_change)|test_any_number_of|test_another_solver_on|_settings\[.*-20\]"
+    r"[-\[](50|999|1000)\]|\[s3|test_any_number_of|test_another_solver_on|_settings\[.*-20\]|"
+    r"test_blocks_take|test_keys_of_a_text|test_adapters_may_change"
 )
 OPERATORS = (
     "Comparison",
