@@ -127,6 +127,10 @@ CHOSEN: tuple[tuple[str, str, str], ...] = (
 # A line of a module as a mutant leaves it, and why it does the same as the line that was there.
 EQUIVALENT = {
     (
+        "serve/jobs/admission.py",
+        "if (getattr(request, name) or 1) + request.num - 1 > MAX_SEED:",
+    ): "without a seed, or with 0, no number of pictures comes near the largest one",
+    (
         "serve/engine/fairness.py",
         "self._quantum = [ -1.0]",
     ): "the first picture's cost, which is above 0, takes its place before it is read",

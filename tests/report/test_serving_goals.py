@@ -58,6 +58,13 @@ def test_each_promise_is_held_against_its_figure():
     assert missed(*rows(retry_true=0.8)) == ["Retry-After true, of those who waited it out at 4x"]
 
 
+def test_who_waits_for_admission_is_looked_at_below_the_capacity_alone():
+    """At the capacity itself a queue grows, so that no bound on its waits could be met."""
+    at_capacity = [row for row in rows(admission_s=5.0) if row.settings.get("load") != 0.5]
+    assert not [goal.name for goal in goals(at_capacity) if goal.name.startswith("admission")]
+    assert missed(*at_capacity) == []
+
+
 def test_the_console_and_the_page_say_so(tmp_path):
     lines: list[str] = []
     say_goals(rows(mine=4.0), lines.append)

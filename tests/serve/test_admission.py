@@ -14,13 +14,15 @@ from darkroom import models
 from darkroom.serve.engine.tickets import ENLARGE_COST
 from darkroom.serve.jobs.active import Rates
 from darkroom.serve.jobs.admission import (
+    check_controls,
     check_limits,
     check_shape,
     check_texts,
+    check_uploads,
     checked_picture,
     new_record,
 )
-from darkroom.serve.request import PictureRequest, Refused
+from darkroom.serve.request import MAX_SEED, ControlChoice, ControlUpload, PictureRequest, Refused, Uploads
 from darkroom.serve.settings import Limits
 
 
@@ -175,3 +177,47 @@ def test_texts_that_change_at_every_step_are_bounded_together(small: models.Mode
     assert error is not None
     assert (error.status, error.param) == (422, "prompt")
     assert "256 parts" in error.message
+
+
+def test_pictures_of_a_kept_job_that_are_gone_or_changed_are_named() -> None:
+    """Nothing else is drawn in their stead."""
+    model = models.create("tiny", parts=("unet", "vae", "text_encoder", "tokenizer"), seed=1)
+    request = PictureRequest(prompt="a", steps=1, guidance=1.0)
+    shape = check_shape(model, request, Limits())
+    came = Uploads(b"start", b"mask")
+    record = new_record("u", "s", "k", "j", "d", request, shape, came)
+    assert refused(check_uploads, record, came) is None
+    assert refused(check_uploads, new_record("u", "s", "k", "j", "d", request, shape), came) is None
+    for left, named in ((Uploads(b"start", b"MASK"), "mask.*changed"), (Uploads(b"start"), "mask.*gone")):
+        with pytest.raises(Refused, match=named) as caught:
+            check_uploads(record, left)
+        assert (caught.value.status, caught.value.code) == (422, "upload_lost")
+    assert refused(check_uploads, record, None) is not None
+
+
+def test_controls_and_their_pictures_are_of_one_number() -> None:
+    model = models.create("tiny", parts=("unet", "vae", "text_encoder", "tokenizer"), seed=1)
+    shape = check_shape(model, PictureRequest(prompt="a", steps=1, guidance=1.0), Limits())
+    one = (ControlChoice(net="edges"),)
+    for controls, pictures in (((), (ControlUpload(b"a"),)), (one, ())):
+        request = PictureRequest(prompt="a", steps=1, guidance=1.0, controls=controls)
+        over = refused(check_controls, request, Uploads(controls=pictures), Limits(), None, shape)
+        assert over is not None
+        assert (over.status, over.code, over.param) == (422, "missing_field", "controls")
+    plain = PictureRequest(prompt="a", steps=1, guidance=1.0)
+    assert refused(check_controls, plain, None, Limits(), None, shape) is None
+
+
+@pytest.mark.parametrize("name", ["seed", "variation_seed"])
+def test_the_last_pictures_seed_may_be_the_largest_and_no_more(small: models.Model, name: str) -> None:
+    def asked(seed: int | None, num: int) -> Refused | None:
+        told = {"prompt": "a", "steps": 1, "guidance": 1.0, "num": num, name: seed}
+        return refused(check_shape, small, PictureRequest.model_validate(told), Limits())
+
+    assert asked(MAX_SEED - 3, 4) is None
+    over = asked(MAX_SEED - 2, 4)
+    assert over is not None
+    assert (over.status, over.code, over.param) == (422, "over_limit", name)
+    assert asked(MAX_SEED, 1) is None
+    assert asked(None, 4) is None
+    assert asked(2**61, 4) is None

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from darkroom.serve import logs
 from darkroom.serve.engine.loop import Admission
 from darkroom.serve.jobs import active as jobs_intake
 from darkroom.serve.jobs.active import Intake
@@ -108,6 +109,27 @@ def test_the_queue_is_bounded_by_seconds_of_work_and_one_job_may_always_wait(run
     assert (error.status, error.code) == (429, "queue_full")
     assert f"at most {1.5 * a_job_s:.4g} s may wait" in error.message
     assert error.retry_after_s >= a_job_s, "those on their way have all of their steps before them"
+
+
+@pytest.mark.parametrize("again", ["its body", None])
+def test_who_was_refused_unread_is_told_again_by_the_body(run_core, again):
+    """The promise made before the request was parsed is the one that its parsed form takes up."""
+    limits = Limits(queue=8, queue_per_key=8)
+
+    async def scenario(core):
+        await full(core, limits)
+        with pytest.raises(Refused) as caught:
+            await core.check_place("a", "its body", None)
+        for job in await core.jobs(key="a"):
+            await core.cancel(job.id, key="a")
+        await asyncio.sleep(max(0.0, caught.value.retry_after_s))
+        await core.check_place("a", "its body", None)  # there is room again
+        token = logs.NOTES.set(logs.RequestNotes("r", again=again))
+        await core.finished((await core.submit(QUICK, key="a")).id, key="a")
+        logs.NOTES.reset(token)
+        return [one.digest for one in core._intake._line]
+
+    assert run_core(scenario, limits=limits, capacity=4) == ([] if again else ["its body"])
 
 
 def test_pictures_that_came_with_jobs_are_bounded_together(run_core):

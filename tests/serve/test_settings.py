@@ -56,8 +56,8 @@ def test_bounds_come_from_the_file_then_limit_then_options_of_their_own(tmp_path
         ("queue: yes", "limit queue: True was given"),  # it had been 1
         ("keys: {a: {share: on}}", "limit share: True was given"),
         ("queue: 010", "010"),  # it had been 8
-        ("queue_s: .inf", "limit queue_s: Input should be a finite number"),
-        ("head_s: 1e400", "limit head_s: Input should be a finite number"),
+        ("queue_s: .inf", "limit queue_s: must be a finite number"),
+        ("head_s: 1e400", "limit head_s: must be a finite number"),
         ("{" * 3000, "nested deeper"),  # it had been a traceback
         ("steps: 40\nsteps: 400", "the key 'steps' is given twice"),
         ("steps: 010", "'010' is another number in other versions"),

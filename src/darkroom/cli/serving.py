@@ -224,6 +224,8 @@ def _limits(said: dict[str, Any]) -> Limits:
     """The file of --limits, then each --limit NAME=VALUE, then the options that have a name of their own."""
     from pydantic import ValidationError
 
+    from darkroom.serve.request import said_of
+
     limits = {} if said["limits"] is None else _limits_file(said["limits"])
     for one in said["limit"] or ():
         name, equals, value = one.partition("=")
@@ -242,7 +244,7 @@ def _limits(said: dict[str, Any]) -> Limits:
         return Limits.model_validate(limits)
     except ValidationError as error:
         first = error.errors()[0]
-        where, why = ".".join(str(part) for part in first["loc"]), first["msg"]
+        where, why = ".".join(str(part) for part in first["loc"]), said_of(first)
         mend = ""
         if first["type"] == "extra_forbidden":
             fields = KeyLimits.model_fields if len(first["loc"]) > 1 else Limits.model_fields

@@ -152,7 +152,7 @@ def _throughput(rows: Sequence[Measurement]) -> Iterator[Goal]:
 
 def _under_load(rows: Sequence[Measurement]) -> Iterator[Goal]:
     loads = {row.settings["load"]: row for row in rows if row.benchmark == "serve-load"}
-    if loads:
+    if loads and min(loads) < 1:  # at all of its capacity or more a queue grows, however it is kept
         least = loads[min(loads)].settings
         if {"admission_p99_s", "step_s"} <= least.keys():
             steps = least["admission_p99_s"] / least["step_s"]

@@ -54,6 +54,8 @@ class RequestNotes:
     jobs: list[str] = field(default_factory=list)
     hashes: list[str] = field(default_factory=list)
     """SHA-256 of picture files that were made for its answer."""
+    again: str | None = None
+    """What tells the request when it comes again after a refusal: the hash of its body."""
     refused: str | None = None
     reason: str | None = None
     trace: Any = None
@@ -73,6 +75,13 @@ def refused(code: str, message: str) -> None:
     """Note why the request at hand is not served."""
     if (notes := NOTES.get()) is not None:
         notes.refused, notes.reason = code, message
+
+
+def again(digest: str) -> str:
+    """What tells the request at hand when it comes again: the hash of its body where that was taken, else
+    the digest of what it asks for."""
+    notes = NOTES.get()
+    return digest if notes is None or notes.again is None else notes.again
 
 
 def about(job: str) -> None:

@@ -244,6 +244,11 @@ def test_everything_has_a_name_and_fits_a_phone(page):
     assert unnamed == []
     page.look(390, 844, phone=True)
     assert page.js("document.documentElement.scrollWidth") <= 390
+    lines = page.js(
+        "new Set(['.brand', '#model', '.bar nav'].map(one =>"
+        " Math.round(document.querySelector(one).getBoundingClientRect().bottom / 20))).size"
+    )
+    assert lines == 2, "the model's name stands beside the brand, the links below"
 
 
 @pytest.mark.nightly

@@ -223,3 +223,13 @@ def test_loads_that_fill_the_room_exactly_fit_and_what_left_leaves_nothing():
         0.0,
         2.0,
     ]
+
+
+def test_turns_are_as_small_as_the_pictures_are():
+    """Work of less than one is shared as evenly as any other."""
+    queue = FairQueue()
+    for i in range(20):
+        queue.push(Entry(i, "a", 64, 0.125))
+    for i in range(20):
+        queue.push(Entry(i, "b", 64, 0.125))
+    assert [entry.key for entry in served(queue, 8)] == ["a", "b"] * 4

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import logging
 import os
+import re
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,6 +33,7 @@ from darkroom.serve.api.controlnet import controlnet_router
 from darkroom.serve.api.guard import (
     SIGNED,
     AsgiApp,
+    Check,
     Guard,
     Keys,
     Receive,
@@ -48,7 +51,7 @@ from darkroom.serve.api.shared import of_validation
 from darkroom.serve.api.vertex import vertex_router
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.page import PAGE_PATHS, page_router
-from darkroom.serve.request import Refused
+from darkroom.serve.request import JOB_ID, Refused
 from darkroom.serve.settings import Limits, ServeSettings, check_paths
 
 if TYPE_CHECKING:
@@ -132,9 +135,34 @@ def make_app(
         open_paths=HEALTH_PATHS if keys is None else OPEN_PATHS,
         platform_paths=() if settings.vertex is None else (settings.vertex.health, settings.vertex.predict),
         traces=core.traces,
+        check=full_queue(core),
         probe_paths=HEALTH_PATHS if settings.vertex is None else (*HEALTH_PATHS, settings.vertex.health),
     )
     return under(settings.prefix, answering(guard, settings.origins))
+
+
+DRAWING_PATHS = ("/jobs", "/v1/images/generations", "/sdapi/v1/txt2img", "/sdapi/v1/img2img")
+"""Where a POST of JSON asks for pictures and for nothing else."""
+CALLED = re.compile(f"/jobs/({JOB_ID})")
+
+
+def full_queue(core: Core) -> Check:
+    """Refuses requests for pictures while the queue is full, before they are parsed: on a small machine to
+    read, check and refuse them one by one takes a good part of what draws."""
+
+    async def check(scope: MutableMapping[str, Any], headers: Mapping[str, str], body: bytes) -> None:
+        """Note how the request is told again, and look for a place where it is one for pictures."""
+        called = CALLED.fullmatch(scope["path"]) if scope["method"] == "PUT" else None
+        asks = called is not None or (scope["method"] == "POST" and scope["path"] in DRAWING_PATHS)
+        if not asks or not headers.get("content-type", "").startswith("application/json"):
+            return
+        again = hashlib.sha256(body).hexdigest()
+        if (notes := logs.NOTES.get()) is not None:
+            notes.again = again
+        if "idempotency-key" not in headers:
+            await core.check_place(scope["state"]["key"], again, None if called is None else called[1])
+
+    return check
 
 
 def _agents(core: Core) -> Agents | None:

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +45,8 @@ Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
 AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+Check = Callable[[MutableMapping[str, Any], Mapping[str, str], bytes], Awaitable[None]]
+"""Of a request's scope, headers and body: Refused before anything else reads them."""
 
 SIGNED = "/signed/"
 ANONYMOUS = "local"
@@ -79,7 +81,7 @@ class Guard:
     """ASGI middleware. `open_paths` may be read without a key, and always; `hosts` are names that a server
     without keys answers to; who comes to `platform_paths` was let in by the platform that the server runs on.
     A platform's server without keys answers at those and at the open paths only. `probe_paths` ask how the
-    server is.
+    server is. `check` may refuse what has passed, from its body as it came.
     """
 
     def __init__(
@@ -95,8 +97,9 @@ class Guard:
         platform_paths: Iterable[str] = (),
         probe_paths: Iterable[str] = (),
         traces: Traces | None = None,
+        check: Check | None = None,
     ) -> None:
-        self._traces = traces
+        self._traces, self._check = traces, check
         self.app, self.metrics, self.keys, self.limits = app, metrics, keys, limits
         self.origins = {origin.lower().rstrip("/") for origin in origins}
         self.hosts = {"localhost", *(host.lower() for host in hosts)}
@@ -162,6 +165,7 @@ class Guard:
 
     async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         with self._bodies.place() as body, ExitStack() as held:
+            is_read = False
             try:
                 headers = _headers(scope)
                 caller = self._caller(scope, headers)
@@ -171,10 +175,13 @@ class Guard:
                 scope.setdefault("state", {})["key"] = caller
                 scope["state"]["address"] = self._address(scope, headers)
                 content = await body.read(headers, receive, self.limits.body_bytes if caller else 0)
+                is_read = True
                 if not headers.get("content-type", "").lower().startswith("multipart/"):
                     check_values(content)
+                if self._check is not None:
+                    await self._check(scope, headers, content)
             except Refused as refused:
-                await self._refuse(refused, send)
+                await self._refuse(refused, send, close=not is_read)
                 return
             except ConnectionError:
                 return
@@ -281,15 +288,16 @@ class Guard:
 
         return noted
 
-    async def _refuse(self, refused: Refused, send: Send) -> None:
+    async def _refuse(self, refused: Refused, send: Send, *, close: bool) -> None:
+        """Answer with a refusal, and `close` the connection where the rest of the body is not read."""
         logs.refused(refused.code, refused.logged)
         body = json.dumps(error_object(refused)).encode()
         headers = [(name.lower().encode(), value.encode()) for name, value in refused.headers.items()]
         headers += [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),  # the rest of the body is not read
         ]
+        headers += [(b"connection", b"close")] if close else []
         await send({"type": "http.response.start", "status": refused.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
@@ -389,7 +397,8 @@ class Body:
         if not is_allowed or (not most_bytes and "transfer-encoding" in headers):
             raise _too_large(most_bytes)
         try:
-            return await asyncio.wait_for(self._read(receive, most_bytes), BODY_S)
+            async with asyncio.timeout(BODY_S):
+                return await self._read(receive, most_bytes)
         except TimeoutError:
             raise Refused(408, "too_slow", f"the body did not arrive within {BODY_S:g} s") from None
 

@@ -36,6 +36,7 @@ from darkroom.serve.request import (
     PictureRequest,
     Refused,
     Uploads,
+    said_of,
 )
 
 HEARTBEAT_S = 10.0
@@ -246,7 +247,7 @@ def of_validation(errors: Sequence[Any]) -> Refused:
     param = ".".join(where)[:200] or None
     if first["type"] == "json_invalid":
         return Refused(400, "bad_request", "the body is no JSON that can be read")
-    message = str(first["msg"]).removeprefix("Value error, ").encode("ascii", "replace").decode()[:500]
+    message = said_of(first).encode("ascii", "replace").decode()[:500]
     codes = {"extra_forbidden": "unknown_field", "missing": "missing_field"}
     code = codes.get(first["type"], "invalid_value")
     return Refused(422, code, f"{param}: {message}" if param else message, param=param)

@@ -48,7 +48,7 @@ FULL_CALLS = 3
 LEAST_LARGEST = 8.0
 # What encoding and decoding add to the time of the steps, for the estimate of waits.
 BESIDE_STEPS = 1.25
-FORECAST_S = 0.1
+FORECAST_S = 0.25
 # So long the end of the process waits for a step that is under way.
 STOP_S = 5.0
 ALONE_PRIORITY = 1 << 30  # above all that a request may have

@@ -153,7 +153,7 @@ class Reservation(NamedTuple):
 
     def is_due(self, now_s: float) -> bool:
         """Whether its time has come."""
-        return self.until_s - EARLY_S <= now_s <= self.until_s + LATE_S
+        return now_s - LATE_S <= self.until_s <= now_s + EARLY_S
 
 
 class Intake:
@@ -185,6 +185,33 @@ class Intake:
 
         `digest` tells the request again that was refused before; `let_in`: it was checked with others.
         """
+        full = self._full(pool, key, num, backlog, digest, let_in=let_in)
+        if full is None:
+            return
+        there, most, whose = full
+        after_s = self._places_free_s(pool, there + num - most, whose)
+        self._promise(Reservation(time.monotonic() + after_s, key, num, 0.0, digest))
+        message = f"{there} pictures wait already{owner(key) if whose else ''}"
+        raise Refused(429, "queue_full", message, retry_after_s=after_s)
+
+    def has_place(
+        self, pool: ModelPool, key: str, num: int, backlog: Backlog | None = None, digest: str | None = None
+    ) -> bool:
+        """Whether `check_room` would let them in."""
+        return self._full(pool, key, num, backlog, digest, let_in=False) is None
+
+    def _full(
+        self,
+        pool: ModelPool,
+        key: str,
+        num: int,
+        backlog: Backlog | None,
+        digest: str | None,
+        *,
+        let_in: bool,
+    ) -> tuple[int, int, str | None] | None:
+        """Of the queue that has no places for them, the whole one (None) or the key's: pictures there, and
+        the most that may be; None where both have."""
         others: Counter[str] = Counter() if backlog is None else backlog.pictures
         waiting = pool.waiting() + self._reserved.total() + others.total()
         mine = pool.waiting(key) + self._reserved[key] + others[key]
@@ -195,10 +222,8 @@ class Intake:
             if not let_in and not self._is_due(key, digest):
                 most -= min(most // HELD, self._held(pool, whose))
             if there + num > most:
-                after_s = self._places_free_s(pool, there + num - most, whose)
-                self._promise(Reservation(time.monotonic() + after_s, key, num, 0.0, digest))
-                message = f"{there} pictures wait already{owner(key) if whose else ''}"
-                raise Refused(429, "queue_full", message, retry_after_s=after_s)
+                return there, most, whose
+        return None
 
     def check_uploads(self, pool: ModelPool, lives: Lives, uploads: Uploads | None) -> None:
         """429 where the pictures that came with jobs would be too many bytes; those of one job never are."""
@@ -276,7 +301,7 @@ class Intake:
         """A request that was refused before has come again: its place is no longer held."""
         now_s = time.monotonic()
         for one in self._line:
-            if one.is_due(now_s) and (one.key, one.digest) == (key, digest):
+            if one.digest == digest and one.key == key and one.is_due(now_s):
                 self._line.remove(one)
                 self._note_return(key, 1.0)
                 return
@@ -308,7 +333,7 @@ class Intake:
         self._forget()
         now_s, pictures, amounts = time.monotonic(), Counter[str](), defaultdict[str, float](float)
         for one in self._line:
-            if one.until_s > now_s and key in (None, one.key):
+            if one.until_s > now_s and (key is None or one.key == key):
                 pictures[one.key] += one.num
                 amounts[one.key] += amount(one)
         return sum(
@@ -332,10 +357,15 @@ class Intake:
 
     def _due(self, key: str | None) -> list[Reservation]:
         now_s = time.monotonic()
-        return [one for one in self._line if one.is_due(now_s) and key in (None, one.key)]
+        least_s, most_s = now_s - LATE_S, now_s + EARLY_S
+        due = [one for one in self._line if least_s <= one.until_s <= most_s]
+        return due if key is None else [one for one in due if one.key == key]
 
     def _is_due(self, key: str, digest: str | None) -> bool:
-        return digest is not None and any(one.digest == digest for one in self._due(key))
+        now_s = time.monotonic()
+        return digest is not None and any(
+            one.digest == digest and one.key == key and one.is_due(now_s) for one in self._line
+        )
 
     def _places_free_s(self, pool: ModelPool, num: int, key: str | None) -> float:
         """When so many pictures, of a key or of all, will have left the queue, and those promised before."""

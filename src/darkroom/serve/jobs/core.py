@@ -276,10 +276,22 @@ class Core:
             raise Refused(422, "over_limit", f"at most {most} pictures in one request, not {num}")
         if per_day is not None and (used := await self.used_today(key)) + num > per_day:
             raise over_quota(OverQuota(per_day, used), key)
-        digest = admission.digest_of(wanted[0], None, wanted)
+        digest = logs.again(admission.digest_of(wanted[0], None, wanted))
         self._intake.check_room(self.pool, key, num, self._backlog(), digest)
         self._intake.check_rate(key, len(new))
         self._intake.kept(key, digest)
+
+    async def check_place(self, key: str, again: str, job_id: str | None) -> None:
+        """429 for a request that finds no place in the queue for a single picture, whatever else it asks for.
+
+        A job that is there is given all the same, and what else is wrong is found once there are places.
+        `again` tells the request when it comes again.
+        """
+        backlog = self._backlog()
+        if self.trouble() is not None or self._intake.has_place(self.pool, key, 1, backlog, again):
+            return
+        if job_id is None or await self._there(key, job_id) is None:
+            self._intake.check_room(self.pool, key, 1, self._backlog(), again)
 
     def _backlog(self) -> Backlog | None:
         """What waits for any server."""
@@ -306,8 +318,8 @@ class Core:
         request = admission.with_tags_read(request)
         admission.check_limits(request, self.limits, key)
         self._check_adapters(request)
-        backlog, let_in = self._backlog(), len(together) > 1
-        self._intake.check_room(self.pool, key, request.num, backlog, digest, let_in=let_in)
+        backlog, let_in, again = self._backlog(), len(together) > 1, logs.again(digest)
+        self._intake.check_room(self.pool, key, request.num, backlog, again, let_in=let_in)
         self._intake.check_uploads(self.pool, self._lives, uploads)
         if not let_in:
             self._intake.check_rate(key)
@@ -316,8 +328,8 @@ class Core:
             shape = await self._shape(request, uploads)
             cost = shape.whole_cost * request.num
             backlog = self._backlog()
-            self._intake.check_work(self.pool, key, request.num, cost, backlog, digest, let_in=let_in)
-            self._intake.kept(key, digest)
+            self._intake.check_work(self.pool, key, request.num, cost, backlog, again, let_in=let_in)
+            self._intake.kept(key, again)
             seed = _seed() if request.seed is None else request.seed
             other = _seed() if request.variation_seed is None else request.variation_seed
             drawn = {"variation_seed": other} if request.variation_strength else {}
