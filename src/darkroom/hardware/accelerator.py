@@ -321,8 +321,8 @@ def computed_on(module: torch.nn.Module) -> torch.device:
 def weight_of(layer: torch.nn.Module) -> torch.Tensor:
     """A layer's weight. Of one that waits elsewhere not the copy of a call, which another stream makes."""
     waiting: dict[str, torch.Tensor] = getattr(layer, AT_HOME, {})
-    found: torch.Tensor = waiting.get("weight", layer.weight)  # type: ignore[assignment]
-    return found
+    weight: Any = layer.weight
+    return waiting.get("weight", weight)
 
 
 # ---- memory
