@@ -322,7 +322,8 @@ def weight_of(layer: torch.nn.Module) -> torch.Tensor:
     """A layer's weight. Of one that waits elsewhere not the copy of a call, which another stream makes."""
     waiting: dict[str, torch.Tensor] = getattr(layer, AT_HOME, {})
     weight: Any = layer.weight
-    return waiting.get("weight", weight)
+    found: torch.Tensor = waiting.get("weight", weight)
+    return found
 
 
 # ---- memory
