@@ -28,6 +28,7 @@ from darkroom import models
 from darkroom.errors import InputError
 from darkroom.hardware import machine
 from darkroom.hardware.memory import PeakMemory
+from darkroom.libraries import quiet
 from darkroom.measure.drawing import Workload
 from darkroom.measure.optimisations import DEVICE_LOST, bench_optimisations, free_memory, why_not
 from darkroom.measure.pretraining import SwitchedStep, bench_pretraining
@@ -76,7 +77,9 @@ class Lab:
             else:
                 stand_in = tokenizer_or_stand_in()
                 model = models.create(family, device=self.device, tokenizer=stand_in)
-            self._models[name] = model.to(self.device, models.precision(precision or self.half))
+            with quiet():
+                model.to(self.device, models.precision(precision or self.half))
+            self._models[name] = model
         return self._models[name]
 
     def drawing(self, family: str, side: int, precision: str = "", **more: Any) -> Workload:
@@ -124,7 +127,7 @@ def tried(lab: Lab, benchmark: str, paths: dict[str, Callable[[], object]]) -> R
         except DEVICE_LOST:
             raise
         except Exception as error:
-            yield lab.row(benchmark, name, note=why_not(error))
+            yield lab.row(benchmark, name, note=why_not(error, name))
             del error
         free_memory(lab.device)
 
@@ -418,6 +421,10 @@ def _convolutions(lab: Lab, dtype: torch.dtype) -> dict[str, tuple[Callable[[], 
     return found
 
 
+NO_KERNEL = ("No viable backend", "No available kernel")
+"""What PyTorch says where a kernel does not take a shape, or is not of the device."""
+
+
 def _attentions(lab: Lab, dtype: torch.dtype) -> Rows:
     """PyTorch's own choice against each kernel, at SD 1.5's, SD 2's and SDXL's heads and places."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -444,7 +451,9 @@ def _attentions(lab: Lab, dtype: torch.dtype) -> Rows:
             except DEVICE_LOST:
                 raise
             except Exception as error:  # a kernel that does not take this shape, or is not of this device
-                yield lab.row("gpu-card", case, note=why_not(error))
+                none = any(words in str(error) for words in NO_KERNEL)
+                note = f"cannot: {error}".partition("\n")[0] if none else why_not(error, case)
+                yield lab.row("gpu-card", case, note=note)
                 continue
             rate = {"rate": 14.0 * rows * heads * length**2 * width / min(seconds), "unit": "FLOP/s"}
             yield lab.row("gpu-card", case, seconds, settings=rate | {"dtype": str(dtype)})
@@ -477,7 +486,7 @@ def batches(family: str, side: int, most: int, steps: int) -> Callable[[Lab], Ro
             except DEVICE_LOST:
                 raise
             except Exception as error:
-                note = why_not(error)
+                note = why_not(error, f"{family}, batch {batch},")
                 yield lab.row(
                     "batch", f"{family} {lab.half}", note=note, settings=drawing.settings(batch=batch)
                 )
@@ -750,28 +759,32 @@ CASES: dict[str, Callable[[Lab], Rows]] = {
 
 def make(name: str, lab: Lab) -> str:
     """One case, its rows written as they come; how it ended."""
-    start, rows, how = time.perf_counter(), 0, "done"
+    start, rows, failed, how = time.perf_counter(), 0, 0, "done"
     try:
         for row in CASES[name](lab):
             append_csv(lab.out, [row])
-            rows += 1
+            rows, failed = rows + 1, failed + row.note.startswith("failed")
     except DEVICE_LOST as error:
         how = f"failed: the device is lost: {error}"
         raise
     except Exception as error:
-        how = why_not(error)
+        how = why_not(error, name)
     finally:
         seconds = time.perf_counter() - start
-        told = f"{how}; {rows} rows in {seconds:.0f} s"
+        made = f"{rows} rows, {failed} failed," if failed else f"{rows} rows"
+        told = f"{how}; {made} in {seconds:.0f} s"
         append_csv(lab.out, [lab.row(BENCHMARK, name, [seconds] if how == "done" else [], note=told)])
     return told
 
 
 def main() -> None:
     """Cases in turn, as the argument says."""
+    from gpu import end_with_parent
+
     began = time.monotonic()
     if hasattr(os, "setsid") and os.getpid() != os.getpgid(0):
         os.setsid()  # so that the servers which a case starts end with it
+    end_with_parent()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     told = json.loads(sys.argv[1])
     models.device(told["device"])  # as the commands choose it: float32 is not rounded
