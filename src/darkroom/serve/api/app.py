@@ -281,7 +281,7 @@ LISTENING_S = 10.0
 before that, and reported in one line."""
 
 
-def run(settings: ServeSettings) -> None:
+def run(settings: ServeSettings) -> NoReturn:
     """Serve until SIGTERM or Ctrl-C: the first drains, a second leaves at once. Jobs are kept either way."""
     check_paths(settings)
     keys = Keys(settings.key_file) if settings.key_file is not None else None
@@ -303,8 +303,9 @@ def run(settings: ServeSettings) -> None:
     server.run(sockets=[listening])
     if core.state == "broken" and core.engine is None:
         raise _failure(core)
-    if core.left_at_work:  # a thread that loads or computes cannot be stopped
-        leave()
+    # All is written and closed. A thread that still loads or computes cannot be stopped, and to take hundreds
+    # of thousands of objects apart, as Python does at its end, takes a core for a second.
+    leave()
 
 
 def _serve_metrics(core: Core, host: str, port: int) -> None:
