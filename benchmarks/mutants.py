@@ -139,6 +139,14 @@ CHOSEN: tuple[tuple[str, str, str], ...] = (
 EQUIVALENT = {
     (
         "train/objective.py",
+        'if settings.distribution is "mode":',
+    ): "settings hold the very literal of their type",
+    (
+        "train/checkpoint/saver.py",
+        '"device": here.cpu if device.type <= "cpu" else here.devices[device.index or 0].name,',
+    ): "no kind of device comes before that one",
+    (
+        "train/objective.py",
         'if shift is "auto":',
     ): "settings hold the very literal of their type",
     (

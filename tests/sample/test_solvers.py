@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import types
@@ -381,6 +382,17 @@ def test_unipcs_last_step_to_the_picture_is_of_the_first_order_whatever_is_asked
     assert last[0] == pytest.approx(lower[-1, TERMS], abs=1e-6)
     before = table.values_SK[-2, TERMS:] - lower[-2, TERMS:]
     assert np.abs(before).max() > 1e-3  # the step before stays as high as asked
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_a_configuration_from_a_file_is_the_same(prediction: str) -> None:
+    config = configured("euler", prediction_type=prediction)
+    read = json.loads(json.dumps(config))
+    for solver in ("euler", "ddim", "dpmpp_2m"):
+        values = make_table(solver, config, 5).values_SK
+        assert np.array_equal(make_table(solver, read, 5).values_SK, values)
+        other = make_table(solver, {**config, "prediction_type": "v_prediction"}, 5).values_SK
+        assert np.array_equal(other, values) == (prediction == "v_prediction")
 
 
 def test_history_is_no_longer_than_needed() -> None:

@@ -360,3 +360,6 @@ def test_a_range_beyond_the_schedule_is_refused() -> None:
     for config in (BASE, FLOW):
         with pytest.raises(RecipeError, match=r"objective.timesteps.max: 2000; allowed: 0 to 1000"):
             make_objective(config, ObjectiveSettings(timesteps={"max": 2000}))
+        with pytest.raises(RecipeError, match=r"objective.timesteps.min: 1000; allowed: 0 to 1000"):
+            make_objective(config, ObjectiveSettings(timesteps={"min": 1000}))
+        make_objective(config, ObjectiveSettings(timesteps={"min": 999, "max": 1000}))

@@ -268,7 +268,7 @@ def test_a_card_is_told_by_its_own_name(monkeypatch):
 
 
 def test_a_cards_tensors_go_where_the_last_ones_were(tmp_path, monkeypatch):
-    """Pinned memory is made once for each tensor, and anew where shape or type changed: on a card's look-alike."""
+    """On a look-alike: pinned memory is made once for a tensor, and anew where its shape or type changed."""
     made, empty_like = [], torch.empty_like
 
     def noted(tensor, **more):
