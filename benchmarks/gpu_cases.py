@@ -132,6 +132,18 @@ def tried(lab: Lab, benchmark: str, paths: dict[str, Callable[[], object]]) -> R
         free_memory(lab.device)
 
 
+def contained(lab: Lab, benchmark: str, case: str, measure: Callable[..., Measurement], *given: Any) -> Rows:
+    """One row of several: where it fails it says why, and the others follow."""
+    try:
+        yield measure(*given)
+    except DEVICE_LOST:
+        raise
+    except Exception as error:
+        yield lab.row(benchmark, case, note=why_not(error, case))
+        del error
+    free_memory(lab.device)
+
+
 # ---- every path once
 
 
@@ -396,10 +408,15 @@ def card(lab: Lab) -> Rows:
         "launch": (lambda: [a[:1, :1].mul_(1.0) for _ in range(1000)], 1000.0, "kernels/s"),
         **_convolutions(lab, dtype),
     }
-    for name, (call, work, unit) in calls.items():
+
+    def rate_of(name: str) -> Measurement:
+        call, work, unit = calls[name]
         seconds = timed(lab, call)
         rate = {"rate": work / min(seconds), "unit": unit, "dtype": str(dtype)}
-        yield lab.row("gpu-card", name, seconds, settings=rate)
+        return lab.row("gpu-card", name, seconds, settings=rate)
+
+    for name in calls:
+        yield from contained(lab, "gpu-card", name, rate_of, name)
     yield from _attentions(lab, dtype)
 
 
@@ -601,7 +618,9 @@ def profile(lab: Lab) -> Rows:
         "train": lambda: switched.step(0, inputs),
         "draw": lambda: drawing.run(backend),
     }
-    for name, job in jobs.items():
+
+    def tabled(name: str) -> Measurement:
+        job = jobs[name]
         job()
         synchronise(lab.device)
         start = time.perf_counter()
@@ -613,9 +632,11 @@ def profile(lab: Lab) -> Rows:
         place.write_text(
             seen.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90), "utf-8"
         )
-        yield lab.row(
-            "gpu-profile", name, [time.perf_counter() - start], note=f"{place.name}; profiling slows it"
-        )
+        seconds = [time.perf_counter() - start]
+        return lab.row("gpu-profile", name, seconds, note=f"{place.name}; profiling slows it")
+
+    for name in jobs:
+        yield from contained(lab, "gpu-profile", name, tabled, name)
 
 
 def memory(lab: Lab) -> Rows:
@@ -632,7 +653,7 @@ def memory(lab: Lab) -> Rows:
     }  # fmt: skip
     for name, content in jobs.items():
         lab.forget()
-        yield _planned(lab, name, content, rows)
+        yield from contained(lab, "gpu-memory", name, _planned, lab, name, content, rows)
 
 
 STORES = ("lance", "lance.file", "pyarrow", "pyarrow.compute", "pyarrow.parquet", "zstandard")

@@ -299,6 +299,17 @@ def test_a_case_that_fails_is_a_row_that_says_why(gpu, cases, tmp_path, monkeypa
     assert gpu.done_in([lab.out])["card"].startswith("failed: ValueError")
 
 
+def test_an_operation_that_fails_leaves_the_others_of_its_case(cases, tmp_path, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(cases.torch.Tensor, "mul_", broken)
+    rows = list(cases.card(cases.Lab("cpu", True, tmp_path / "rows.csv")))
+    failed = {row.case for row in rows if row.note == "failed: RuntimeError: no kernel image"}
+    assert failed == {"bandwidth", "launch"}
+    assert sum("rate" in row.settings for row in rows) >= 7
+
+
 def test_rows_that_fail_are_counted_where_a_case_ends(cases, tmp_path, monkeypatch, caplog):
     def one_works(lab):
         def breaks():
