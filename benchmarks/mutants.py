@@ -63,7 +63,7 @@ TESTS = {
     "serve/engine/fairness.py": ["serve/engine/test_fairness.py"],
     "serve/jobs/admission.py": ["serve/test_admission.py"],
     "serve/jobs/active.py": [
-        "serve/test_active.py",
+        "serve/jobs/test_active.py",
         "serve/test_intake.py::test_a_long_job_that_came_alone_shuts_nobody_out",
         "serve/test_intake.py::test_a_newcomer_takes_no_place_that_was_promised",
         "serve/test_intake.py::test_a_promised_place_is_not_held_for_ever",

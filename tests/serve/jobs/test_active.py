@@ -151,19 +151,23 @@ def test_no_place_is_held_for_a_key_whose_jobs_fill_its_queue(clock: list[float]
     assert intake.has_place(pool, "mine", 1, digest="first")
 
 
-def test_times_go_on_beyond_what_waits(clock: list[float]) -> None:
+@pytest.mark.parametrize("queue", [8, 50])
+def test_times_go_on_beyond_what_waits(clock: list[float], queue: int) -> None:
     """Two seconds a picture, and eight of them: the ninth who is refused comes after the queue has gone."""
-    intake, pool = Intake(Limits(queue=8, queue_per_key=8)), Waiting(2.0, mykey=8)
+    intake, pool = Intake(Limits(queue=queue, queue_per_key=8)), Waiting(2.0, mykey=8)
     key = "".join(("my", "key"))  # as from a request: no other's very string
     told = [room(intake, pool, key, digest=str(i)) for i in range(11)]
     assert [one and one.retry_after_s for one in told] == [2.0 * (i + 1) for i in range(11)]
 
 
-def test_work_is_told_when_enough_of_it_is_gone(clock: list[float]) -> None:
-    intake, pool = Intake(Limits(queue_s=8.0, queue=256, queue_per_key=256)), Waiting(2.0, mykey=8)
+@pytest.mark.parametrize("share", [1, 2])
+def test_work_is_told_when_enough_of_it_is_gone(clock: list[float], share: int) -> None:
+    limits = Limits(queue_s=8.0 * share, queue=256, queue_per_key=256 // share)
+    intake, pool = Intake(limits), Waiting(2.0, mykey=8)
     key = "".join(("my", "key"))
     refused = work(intake, pool, key, 3.0, digest="a")
-    assert "work of 8 s waits already, and this is 3 s; at most 8 s may wait" in str(refused)
+    whose = " with key 'mykey'" if share > 1 else ""
+    assert f"work of 8 s waits already{whose}, and this is 3 s; at most 8 s may wait" in str(refused)
     assert refused is not None
     assert refused.retry_after_s == 6.0  # three of the eight seconds, two seconds each
     again = work(intake, pool, key, 3.0, digest="b")
