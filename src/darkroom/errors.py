@@ -181,6 +181,12 @@ def _number(error: BaseException) -> int | None:
     return WINDOWS.get(int(match[1])) if sys.platform == "win32" else int(match[1])
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of a library's message that says something; the error's name where none does."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is that of an allocator with nothing left: Python's, or torch's on any device.
 

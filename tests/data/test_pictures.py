@@ -144,6 +144,19 @@ def test_damaged_exif_leaves_the_picture_alone():
     assert examine(data).width == 24
 
 
+def test_no_memory_for_exif_is_not_taken_for_damaged_exif(monkeypatch):
+    """Else a picture that lies on its side is kept so, for good."""
+
+    def no_memory(_):
+        raise MemoryError
+
+    data = encoded(noise_picture(3), "JPEG")
+    monkeypatch.setattr(Image.Image, "getexif", no_memory)
+    for read in (decode, examine):
+        with pytest.raises(MemoryError):
+            read(data)
+
+
 def test_of_an_animation_the_first_frame_is_taken():
     frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "lime", "blue")]
     for format in ("GIF", "WEBP", "PNG"):

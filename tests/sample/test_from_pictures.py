@@ -454,3 +454,19 @@ def test_hires_is_scale_strength_steps(text: str) -> None:
         Hires.parsed(text)
     assert Hires.parsed("1.5:0.6:20") == Hires(scale=1.5, strength=0.6, steps=20)
     assert Hires.parsed("2") == Hires(scale=2)
+
+
+def test_no_memory_for_exif_is_not_taken_for_damaged_exif(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(error: Exception) -> Any:
+        def fail(_: Any) -> Any:
+            raise error
+
+        return fail
+
+    picture = Image.new("RGB", (8, 8), "red")
+    monkeypatch.setattr(Image.Image, "getexif", failing(MemoryError()))
+    for read in (read_image, read_mask):
+        with pytest.raises(MemoryError):
+            read(picture)
+    monkeypatch.setattr(Image.Image, "getexif", failing(SyntaxError("not a TIFF file")))
+    assert read_image(picture).size == (8, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
 import threading
@@ -394,8 +395,23 @@ def test_decoding_is_bounded_and_does_not_depend_on_it(tiny: Model) -> None:
 def test_numbers_that_are_not_finite_are_an_error(tiny: Model) -> None:
     latents = torch.zeros(1, 4, 8, 8)
     latents[0, 0, 0, 0] = torch.inf
-    with pytest.raises(DarkroomError, match="not finite"):
+    with pytest.raises(
+        DarkroomError, match="^denoising ended in numbers that are not finite; look at the weights"
+    ):
         decode(tiny.vae, latents)
+    fine = torch.zeros(1, 4, 8, 8)
+    with pytest.raises(DarkroomError, match="^the VAE gave numbers that are not finite; with fp16 try bf16"):
+        decode(tiny.vae, fine, decoder=lambda _: torch.full((1, 3, 32, 32), torch.nan))
+    broken, small = copy.deepcopy(tiny.vae), copy.deepcopy(tiny.vae).to(torch.float16)
+    with torch.no_grad():
+        broken.post_quant_conv.weight.fill_(torch.nan)
+        small.post_quant_conv.weight.fill_(torch.nan)
+    with pytest.raises(DarkroomError, match="^the VAE gave numbers that are not finite; look at the weights"):
+        decode(broken, fine)  # in float32 there is no larger precision to try
+    with pytest.raises(
+        DarkroomError, match="^the VAE gave numbers that are not finite; try bfloat16 or float32$"
+    ):
+        decode(small, fine)
 
 
 def test_a_generated_picture_can_be_made_again_from_its_file(tiny: Model, tmp_path: Path) -> None:

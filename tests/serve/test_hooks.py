@@ -105,7 +105,7 @@ def test_a_checker_withholds_one_picture_and_nobody_sees_a_preview(module, run_c
 
 
 REFUSED = (400, "withheld", "not fit to be shown")
-BROKEN = (500, "failed", "the pictures could not be stored")
+BROKEN = (500, "failed", "the pictures could not be finished")
 
 
 @pytest.mark.parametrize(("hook", "ends"), [("checker", REFUSED), ("faulty", BROKEN)])
@@ -175,7 +175,7 @@ def test_pictures_are_changed_and_signed_in_order(module, run_core):
 def test_a_hook_that_fails_fails_its_job_alone_and_tells_nothing(module, run_core, name):
     [(job, _, _)] = run_with(run_core, f"{module}:{name}")
     assert job.state == "failed"
-    assert job.error == {"code": "failed", "message": "the pictures could not be stored"}
+    assert job.error == {"code": "failed", "message": "the pictures could not be finished"}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from darkroom.cluster.feed import online
 from darkroom.cluster.private_ray import private, to_extend
 from darkroom.cluster.shared_store import stores_here
 from darkroom.cluster.worker import LOST, TICK_S, Mail, work
-from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped
+from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, first_line
 from darkroom.hardware.system import on_stop_signal
 
 if TYPE_CHECKING:
@@ -317,8 +317,9 @@ def _followed(
         for line in ray.get(mail.take.remote()):
             say(line)
     except ray.exceptions.RayError as error:
-        first = str(error).splitlines()[0][:200]
-        raise Lost(f"the Ray cluster is gone ({first}); the same command goes on") from error
+        raise Lost(
+            f"the Ray cluster is gone ({first_line(error)[:200]}); the same command goes on"
+        ) from error
     finally:
         _end(thread, mail)
     return ended[0] if ended else None

@@ -151,6 +151,8 @@ def _loaded(image: Image.Image) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(ORIENTATION, 1))
+    except MemoryError:
+        raise
     except Exception:  # damaged EXIF says nothing about the picture
         return 1
 

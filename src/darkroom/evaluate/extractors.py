@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from darkroom import models
-from darkroom.errors import InputError, MissingExtra, ModelError, is_system_failure
+from darkroom.errors import InputError, MissingExtra, ModelError, first_line, is_system_failure
 from darkroom.evaluate.pictures import Preprocess, in_batches
 from darkroom.evaluate.small import KIND, TrainingHashes, open_small, word_ids
 from darkroom.evaluate.statistics import Array
@@ -188,7 +188,7 @@ def _pretrained(cls: Any, folder: Path, **more: Any) -> Any:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         if is_system_failure(error):
             raise
-        raise ModelError(f"'{folder}' could not be opened: {str(error).strip().splitlines()[0]}") from error
+        raise ModelError(f"'{folder}' could not be opened: {first_line(error)}") from error
     # transformers fills what a file lacks with random numbers, which would give a score all the same.
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"'{folder}' lacks the weights {missing[0]} and {len(missing) - 1} more")

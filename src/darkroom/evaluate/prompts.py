@@ -16,7 +16,7 @@ from darkroom.data.importers.folder import FolderSource
 from darkroom.data.importers.source import CAPTION_NAMES, Columns, find_name, no_column
 from darkroom.data.store import Store
 from darkroom.data.texts import flaw_of
-from darkroom.errors import InputError, is_system_failure
+from darkroom.errors import InputError, first_line, is_system_failure
 from darkroom.evaluate.pictures import FolderPictures
 
 DREAMBOOTH = "dreambooth:"
@@ -228,7 +228,7 @@ def _parquet(path: Path, column: str | None) -> list[str]:
     except (pa.ArrowInvalid, OSError) as error:
         if is_system_failure(error):
             raise
-        raise InputError(f"'{path}' is no Parquet file: {str(error).splitlines()[0]}") from error
+        raise InputError(f"'{path}' is no Parquet file: {first_line(error)}") from error
 
 
 def _column(path: Path, column: str | None, names: Sequence[str]) -> str:

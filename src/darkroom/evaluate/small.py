@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from darkroom.data.images import PictureError, examine
-from darkroom.errors import ModelError, is_system_failure
+from darkroom.errors import ModelError, first_line, is_system_failure
 from darkroom.evaluate.pictures import FILE as PREPROCESS_FILE
 from darkroom.evaluate.pictures import Pictures
 from darkroom.evaluate.settings import SmallSettings
@@ -205,8 +205,7 @@ def open_small(folder: Path) -> SmallExtractor:
     ) as error:
         if is_system_failure(error):
             raise
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"'{folder}' is no whole extractor of darkroom: {reason}") from error
+        raise ModelError(f"'{folder}' is no whole extractor of darkroom: {first_line(error)}") from error
     return network.eval()
 
 

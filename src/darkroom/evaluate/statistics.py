@@ -94,8 +94,15 @@ def frechet(a: Moments, b: Moments) -> float:
     product_DD = root_DD @ cov_b @ root_DD
     shared = _sum_of_roots(np.linalg.eigvalsh((product_DD + product_DD.T) / 2))
     apart_D = a.mean_D - b.mean_D
-    found = apart_D @ apart_D + np.trace(cov_a) + np.trace(cov_b) - 2 * shared
-    return max(float(found), 0.0)
+    return _distance(apart_D, float(np.trace(cov_a) + np.trace(cov_b)), shared)
+
+
+def _distance(apart_D: Array, spread: float, shared: float) -> float:
+    """|mean difference|^2 + traces - 2 tr (AB)^1/2; zero where no more than float64's rounding is left."""
+    squared = float(apart_D @ apart_D)
+    found = squared + spread - 2 * shared
+    rounding = len(apart_D) * np.finfo(np.float64).eps * (squared + spread)
+    return found if found > rounding else 0.0
 
 
 def _sum_of_roots(values: Array) -> float:
@@ -117,9 +124,8 @@ def frechet_of(x_ND: Array, y_MD: Array) -> float:
     x_off = (x_ND - mean_x) / np.sqrt(len(x_ND) - 1)
     y_off = (y_MD - mean_y) / np.sqrt(len(y_MD) - 1)
     shared = float(np.linalg.svd(x_off @ y_off.T, compute_uv=False).sum())
-    apart = mean_x - mean_y
-    found = apart @ apart + np.square(x_off).sum() + np.square(y_off).sum() - 2 * shared
-    return max(float(found), 0.0)
+    apart: Array = mean_x - mean_y
+    return _distance(apart, float(np.square(x_off).sum() + np.square(y_off).sum()), shared)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from darkroom import options
-from darkroom.errors import InputError, ModelError
+from darkroom.errors import InputError, ModelError, first_line, is_system_failure
 from darkroom.hardware import accelerator, cpu
 
 if TYPE_CHECKING:
@@ -297,7 +297,8 @@ def device(name: str) -> torch.device:
         found = torch.device(name)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"device '{name}': {reason}", mend="auto takes what is here") from error
+        if is_system_failure(error):  # a card that others have filled is no mistake of who names it
+            raise
+        raise InputError(f"device '{name}': {first_line(error)}", mend="auto takes what is here") from error
     accelerator.round_float32(found, allowed=False)
     return found

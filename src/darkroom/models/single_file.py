@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from darkroom.errors import ModelError, is_system_failure
+from darkroom.errors import ModelError, first_line, is_system_failure
 from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.models.checked import FLOATS, check_complete, tensor_types
 from darkroom.models.families import CLIP_L, FAMILIES, Config, create
@@ -75,7 +75,7 @@ def _opened(path: Path) -> Any:
     except (SafetensorError, OSError) as error:
         if is_system_failure(error):
             raise
-        raise ModelError(f"'{path}' could not be opened: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"'{path}' could not be opened: {first_line(error)}") from error
 
 
 def _read(path: Path, file: Any, parts: Sequence[str] | None, as_stored: bool, with_weights: bool) -> Model:

@@ -52,6 +52,8 @@ def upright(image: Image.Image) -> Image.Image:
     """A picture turned as its EXIF says; damaged EXIF says nothing."""
     try:
         orientation = image.getexif().get(ORIENTATION, 1)
+    except MemoryError:  # the machine's trouble, not the picture's
+        raise
     except Exception:  # Pillow raises anything for a torn block
         return image
     return ImageOps.exif_transpose(image) if orientation in range(2, 9) else image

@@ -112,18 +112,35 @@ def decode(
     DarkroomError where latents or pixels are not finite: half precision overflows in some VAEs.
     """
     if not torch.isfinite(latents_BCHW).all():
-        raise DarkroomError("denoising ended in numbers that are not finite; try bfloat16 or float32")
+        raise _not_finite("denoising ended in", vae, exported=decoder is not None)
     factor = 2 ** (len(vae.config.block_out_channels) - 1)
     pixels = latents_BCHW.shape[-2] * latents_BCHW.shape[-1] * factor**2
     rows = max(1, min(DECODE_PICTURES, max_pixels // pixels))
     if decoder is not None:
         parts = torch.split(LatentScaling.of(vae).undone(latents_BCHW.float()), rows)
-        return [image for some in _each(parts) for image in _to_images(decoder(some))]
+        return [image for some in _each(parts) for image in _to_images(_finite(decoder(some), vae, True))]
     with _decoding_precision(vae):
         weight = next(vae.parameters())
         scaled = LatentScaling.of(vae).undone(latents_BCHW.float()).to(weight.device, weight.dtype)
         parts = torch.split(scaled, rows)
-        return [image for some in _each(parts) for image in _to_images(vae.decode(some).sample)]
+        decoded = (_finite(vae.decode(some).sample, vae, False) for some in _each(parts))
+        return [image for pixels_B3HW in decoded for image in _to_images(pixels_B3HW)]
+
+
+def _finite(pixels_B3HW: torch.Tensor, vae: Any, exported: bool) -> torch.Tensor:
+    if not torch.isfinite(pixels_B3HW).all():
+        raise _not_finite("the VAE gave", vae, exported=exported)
+    return pixels_B3HW
+
+
+def _not_finite(where: str, vae: Any, *, exported: bool) -> DarkroomError:
+    """What to try depends on the precision, which an exported network's own weights do not show."""
+    mend = "look at the weights of the model and of its adapters, and at the guidance"
+    if exported:
+        mend = f"with fp16 try bf16 or float32, else {mend}"
+    elif next(vae.parameters()).dtype == torch.float16:
+        mend = "try bfloat16 or float32"
+    return DarkroomError(f"{where} numbers that are not finite; {mend}")
 
 
 def _each(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -159,8 +176,6 @@ def _decoding_precision(vae: Any) -> Iterator[None]:
 
 
 def _to_images(pixels_B3HW: torch.Tensor) -> list[Image.Image]:
-    if not torch.isfinite(pixels_B3HW).all():
-        raise DarkroomError("the VAE gave numbers that are not finite; try bfloat16 or float32")
     scaled = (pixels_B3HW.float() / 2 + 0.5).clamp(0, 1) * 255
     array = scaled.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
     return [Image.fromarray(picture) for picture in array]

@@ -29,7 +29,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
 from darkroom import __version__
-from darkroom.errors import InputError, install_extra
+from darkroom.errors import InputError, first_line, install_extra
 from darkroom.hardware.system import atomic_replace
 from darkroom.options import check_credentials
 from darkroom.sample import watermark
@@ -531,7 +531,7 @@ def _read_credentials(proof: PictureProof, content: bytes, kind: str, trust: Pat
         reader = c2pa.Reader.try_create(TYPES[kind], io.BytesIO(content), None, context)
     except c2pa.C2paError as error:
         proof.credentials = "invalid"
-        proof.problems.append(f"credentials that cannot be read: {str(error).splitlines()[0]}")
+        proof.problems.append(f"credentials that cannot be read: {first_line(error)}")
         return
     if reader is None:
         return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from darkroom.serve.engine.fairness import Entry, FairQueue, PendingPicture, Shares, admitted_after
+from darkroom.serve.engine.fairness import Entry, FairQueue, PendingPicture, Room, Shares, admitted_after
 
 
 def served(queue: FairQueue, count: int) -> list[Entry]:
@@ -233,3 +233,70 @@ def test_turns_are_as_small_as_the_pictures_are():
     for i in range(20):
         queue.push(Entry(i, "b", 64, 0.125))
     assert [entry.key for entry in served(queue, 8)] == ["a", "b"] * 4
+
+
+def stepped_in_turn(drawn, waiting, capacity, calls):
+    """When each of those waiting is admitted, written out step by step as the engine takes them: the size
+    whose pictures had the least each is next, one step of all its pictures. A unit of work takes a second."""
+    now_s, had, rows, left, loads = 0.0, {}, {}, list(enumerate(waiting)), {}
+    times = [0.0] * len(waiting)
+
+    def begin(one):
+        had.setdefault(one.size, min(had.values(), default=0.0))
+        rows.setdefault(one.size, []).append([one.steps, one])
+        loads[one.size] = loads.get(one.size, 0.0) + one.load
+
+    for one in drawn:
+        begin(one)
+    while left:
+        room = Room(loads, capacity, calls)
+        while (first := next((at for at in left if room.admits(at[1].size, at[1].load)), None)) is not None:
+            left.remove(first)
+            times[first[0]] = now_s
+            begin(first[1])
+        size = min(had, key=had.__getitem__)
+        work = sum(one.step_work for _, one in rows[size])
+        now_s, had[size] = now_s + work, had[size] + work / len(rows[size])
+        for row in list(rows[size]):
+            row[0] -= 1
+            if row[0] <= 0:
+                rows[size].remove(row)
+                loads[size] -= row[1].load
+        if not rows[size]:
+            del rows[size], had[size], loads[size]
+    return times
+
+
+def test_a_small_picture_does_not_wait_for_as_many_steps_of_a_large_one():
+    """Of 1024 and 256 pixels: 16 small steps in the time of a large one. With a small one 10 steps from its
+    end the next was told to wait for 10 large ones, 170 s in place of 20."""
+    large, small = PendingPicture(1024, 50, 16.0, 16.0), PendingPicture(256, 10, 1.0, 1.0)
+    assert admitted_after([large, small], [small], 1.0, 20, 1.0) == [20.0]
+    assert stepped_in_turn([large, small], [small], 1.0, 20)[0] == pytest.approx(20.0, abs=16.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_times_told_are_those_at_which_steps_in_turn_admit(seed):
+    """To one and a half steps of all that may be there, as turns are no finer. Where all sizes were taken to
+    step as often as each other, 18 of these were wrong by 240 s and more."""
+    draw = random.Random(seed)
+    sizes = {256: 1.0, 512: 4.0, 1024: 16.0}
+
+    def some(count):
+        drawn = (draw.choice(list(sizes)) for _ in range(count))
+        return [PendingPicture(s, draw.randint(5, 60), sizes[s], sizes[s] / 2) for s in drawn]
+
+    here, waiting = some(3), some(20)
+    told = admitted_after(here, waiting, 8.0, 3, 1.0)
+    truth = stepped_in_turn(here, waiting, 8.0, 3)
+    assert max(truth) > 100
+    assert told == pytest.approx(truth, abs=1.5 * 3 * 8 * 2)
+
+
+def test_a_large_picture_that_waits_for_another_keeps_no_small_one_out():
+    loads = {1024: 16.0}
+    room = Room(loads, 8.0, 3)
+    assert not room.admits(1024, 16.0)
+    assert room.admits(256, 0.5)
+    waits = [PendingPicture(1024, 50, 16.0, 16.0), PendingPicture(256, 2, 0.5, 0.5)]
+    assert admitted_after([PendingPicture(1024, 50, 16.0, 16.0)], waits, 8.0, 3, 1.0) == [801.0, 0.0]

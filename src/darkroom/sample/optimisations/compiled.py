@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from darkroom.errors import InputError
+from darkroom.errors import InputError, first_line
 from darkroom.models.adapters.bank import SLOTS, rows_of
 from darkroom.models.compiling import MOST_SHAPES, Compiled, CompiledBlocks
 from darkroom.sample.denoise import Unet
@@ -183,7 +183,7 @@ def cuda_graphs(applied: Applied, argument: str) -> None:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # what a graph cannot hold: the same call, launched anew each time
-                LOG.warning("no CUDA graph for %s: %s", tuple(tensors[0].shape), str(error).splitlines()[0])
+                LOG.warning("no CUDA graph for %s: %s", tuple(tensors[0].shape), first_line(error))
                 return _Positional(call, names)
 
         return _ByShape(applied.plain(call_of), captured, applied, most=MOST_SHAPES)

@@ -135,7 +135,7 @@ def make_app(
         open_paths=HEALTH_PATHS if keys is None else OPEN_PATHS,
         platform_paths=() if settings.vertex is None else (settings.vertex.health, settings.vertex.predict),
         traces=core.traces,
-        check=full_queue(core),
+        check=_full_queue(core),
         probe_paths=HEALTH_PATHS if settings.vertex is None else (*HEALTH_PATHS, settings.vertex.health),
     )
     return under(settings.prefix, answering(guard, settings.origins))
@@ -146,7 +146,7 @@ DRAWING_PATHS = ("/jobs", "/v1/images/generations", "/sdapi/v1/txt2img", "/sdapi
 CALLED = re.compile(f"/jobs/({JOB_ID})")
 
 
-def full_queue(core: Core) -> Check:
+def _full_queue(core: Core) -> Check:
     """Refuses requests for pictures while the queue is full, before they are parsed: on a small machine to
     read, check and refuse them one by one takes a good part of what draws."""
 
@@ -281,7 +281,7 @@ LISTENING_S = 10.0
 before that, and reported in one line."""
 
 
-def run(settings: ServeSettings) -> None:
+def run(settings: ServeSettings) -> NoReturn:
     """Serve until SIGTERM or Ctrl-C: the first drains, a second leaves at once. Jobs are kept either way."""
     check_paths(settings)
     keys = Keys(settings.key_file) if settings.key_file is not None else None
@@ -303,8 +303,9 @@ def run(settings: ServeSettings) -> None:
     server.run(sockets=[listening])
     if core.state == "broken" and core.engine is None:
         raise _failure(core)
-    if core.left_at_work:  # a thread that loads or computes cannot be stopped
-        leave()
+    # All is written and closed. A thread that still loads or computes cannot be stopped, and to take hundreds
+    # of thousands of objects apart, as Python does at its end, takes a core for a second.
+    leave()
 
 
 def _serve_metrics(core: Core, host: str, port: int) -> None:

@@ -163,6 +163,41 @@ class _KeyFlow:
         return _KeyFlow(self.quantum, {priority: ring.copy() for priority, ring in self.rings.items()})
 
 
+class Room:
+    """Which pictures fit beside `loads`, by size, that are there and that the owner keeps up to date.
+
+    Each size takes a load of `capacity`, all of them `calls` times that; a picture alone always fits. For one
+    round of choices: a size that has no capacity for one has none for the next either, or large pictures
+    would wait for ever behind small ones.
+    """
+
+    def __init__(self, loads: Mapping[Hashable, float], capacity: float, calls: int) -> None:
+        self._loads, self._capacity = loads, capacity
+        # However large its pictures are, a size leaves capacity for a full call of the others.
+        self._most, self._whole = (calls - 1) * capacity, calls * capacity
+        self._closed: set[Hashable] = set()
+        self._full, self._kept = False, 0.0
+
+    def admits(self, size: Hashable, load: float) -> bool:
+        """Whether a picture of this size and load may start now."""
+        if self._full or size in self._closed:
+            return False
+        here = self._loads.get(size, 0.0)
+        if here > 0 and here + load > self._capacity:
+            self._closed.add(size)
+            return False
+        loads, load = self._loads.values(), min(load, self._most)
+        there = sum(min(taken, self._most) for taken in loads)
+        large = sum(min(taken, self._most) for taken in loads if taken > self._capacity)
+        if there > 0 and there + load > self._whole:
+            if large + load <= self._whole:
+                self._full = True
+            else:  # it waits for a large one to end, and then has to fit beside the small ones
+                self._kept = max(self._kept, load)
+            return False
+        return not self._kept or there - large + load + self._kept <= self._whole
+
+
 @dataclass(frozen=True)
 class PendingPicture:
     """A picture on its way, or that will be: so many steps more, each of so much work."""
@@ -181,50 +216,50 @@ def admitted_after(
     calls: int,
     work_per_s: float,
 ) -> list[float]:
-    """After how many seconds each of those waiting, in their order, will be admitted.
+    """After how many seconds each of those waiting, in their order, will be admitted, as `Room` has it.
 
-    All that are on their way take their steps together. Each size takes a load of `capacity`, all of
-    them for `calls` times that, of which one size leaves one to the others; a picture alone always fits.
+    The size whose pictures had the least time each is stepped next, so all that are on their way get the same
+    work a second, and a small one is over while a large one takes few steps.
     """
     there: defaultdict[Hashable, float] = defaultdict(float)
-    ends: list[tuple[int, int, PendingPicture]] = []
+    ends: list[tuple[float, int, PendingPicture]] = []
     lines: dict[Hashable, deque[int]] = {}
     for i, one in enumerate(waiting):
         lines.setdefault(one.size, deque()).append(i)
     number = itertools.count()
-    round_, round_work, now_s, times = 0, 0.0, 0.0, [0.0] * len(waiting)
+    had, now_s, times = 0.0, 0.0, [0.0] * len(waiting)  # `had` is the work that each has had
 
     def begin(one: PendingPicture) -> None:
-        nonlocal round_work
         there[one.size] += one.load
-        round_work += one.step_work
-        heapq.heappush(ends, (round_ + max(1, one.steps), next(number), one))
-
-    def fits(one: PendingPicture) -> bool:
-        most = (calls - 1) * capacity
-        here, taken = there.get(one.size, 0.0), sum(min(load, most) for load in there.values())
-        has_calls = taken <= 0 or taken + min(one.load, most) <= calls * capacity
-        return has_calls and (here <= 0 or here + one.load <= capacity)
+        heapq.heappush(ends, (had + max(1, one.steps) * one.step_work, next(number), one))
 
     for one in drawn:
         begin(one)
     while lines:
-        heads = sorted(line[0] for line in lines.values())
-        first = next((head for head in heads if fits(waiting[head])), None)
-        if first is not None:
+        room = Room(there, capacity, calls)
+        while (first := _first_that_fits(lines, waiting, room)) is not None:
             size = waiting[first].size
             times[lines[size].popleft()] = now_s
             begin(waiting[first])
             if not lines[size]:
                 del lines[size]
-            continue
-        end, _, one = heapq.heappop(ends)
-        now_s += (end - round_) * round_work / work_per_s
-        round_, round_work = end, max(0.0, round_work - one.step_work)
+        if not lines:
+            break
+        end, _, one = ends[0]
+        now_s += (end - had) * len(ends) / work_per_s
+        had = end
+        heapq.heappop(ends)
         there[one.size] -= one.load
         if there[one.size] < 1e-6:
             del there[one.size]
     return times
+
+
+def _first_that_fits(
+    lines: Mapping[Hashable, deque[int]], waiting: Sequence[PendingPicture], room: Room
+) -> int | None:
+    heads = sorted(line[0] for line in lines.values())
+    return next((head for head in heads if room.admits(waiting[head].size, waiting[head].load)), None)
 
 
 class FairQueue:

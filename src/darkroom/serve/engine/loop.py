@@ -26,7 +26,7 @@ from darkroom.sample.backends.backend import Backend
 from darkroom.sample.control import ControlledUnet
 from darkroom.sample.denoise import Unet, tensors_in
 from darkroom.serve.engine.batch import Aside, Between, Bucket, Stepped, Steps, bucket_of, padded
-from darkroom.serve.engine.fairness import Admits, Entry, FairQueue, PendingPicture, admitted_after
+from darkroom.serve.engine.fairness import Admits, Entry, FairQueue, PendingPicture, Room, admitted_after
 from darkroom.serve.engine.fixed_shapes import FixedDecode, FixedRows, FixedShapes
 from darkroom.serve.engine.runner import Studio
 from darkroom.serve.engine.tickets import GLANCE, EngineJob, Preview, Shape, Ticket, png_of
@@ -315,39 +315,18 @@ class Engine:
                 self._buckets[key] = bucket
 
     def _room(self) -> Admits:
-        """Tells which pictures fit. A size that has no capacity for one has none for the next either,
-        or large pictures would wait for ever behind small ones."""
-        closed: set[Hashable] = set()
-        full, kept = False, 0.0
+        """Tells which pictures fit, and for as long as a job is under suspicion, of that job alone."""
+        room = Room(self._loads, self.capacity, FULL_CALLS)
         self._suspects = [work for work in self._suspects if not work.over]
         suspect = self._suspects[0] if self._suspects else None
-        # However large its pictures are, a size leaves capacity for a full call of the others.
-        most, whole = (FULL_CALLS - 1) * self.capacity, FULL_CALLS * self.capacity
 
         def admits(entry: Entry) -> bool:
             """Whether an entry may start now, for the queue's choice."""
-            nonlocal full, kept
-            if full or entry.size in closed:
-                return False
             if suspect is not None:
                 mine = entry.item.work is suspect
                 if not mine or (suspect.started_s is None and self.load > 0):
                     return False
-            load = _load_of(entry, self.own_pixels)
-            here = self._loads.get(entry.size, 0.0)
-            if here > 0 and here + load > self.capacity:
-                closed.add(entry.size)
-                return False
-            loads, load = self._loads.values(), min(load, most)
-            there = sum(min(taken, most) for taken in loads)
-            large = sum(min(taken, most) for taken in loads if taken > self.capacity)
-            if there > 0 and there + load > whole:
-                if large + load <= whole:
-                    full = True
-                else:  # it waits for a large one to end, and then has to fit beside the small ones
-                    kept = max(kept, load)
-                return False
-            return not kept or there - large + load + kept <= whole
+            return room.admits(entry.size, _load_of(entry, self.own_pixels))
 
         return admits
 

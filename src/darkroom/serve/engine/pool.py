@@ -200,13 +200,11 @@ class ModelPool:
             self._free = lambda _: left
         LOG.info("%d models, at most %s in memory at once", len(self.served), _mib(self.most_bytes))
 
-    async def close(self) -> bool:
-        """Compute no more. False where a step or loading goes on that nothing ends."""
-        ended = self.known and not any(one.busy for one in self.served)
+    async def close(self) -> None:
+        """Compute no more. A step or loading that goes on nothing ends."""
         for opened in [one.opened for one in self.served if one.opened is not None]:
-            ended &= await asyncio.to_thread(opened.engine.stop)
+            await asyncio.to_thread(opened.engine.stop)
             _close_shelves(opened)
-        return ended
 
     # ---- what there is
 

@@ -117,10 +117,9 @@ class Bench:
                 del self._here[key]
                 self._turns.pop(key, None)
 
-    def close(self) -> bool:
-        """Begin nothing more; False while something goes on."""
+    def close(self) -> None:
+        """Begin nothing more; what goes on nothing ends."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        return not self._here
 
 
 def _rates_of(limits: Limits) -> Rates:

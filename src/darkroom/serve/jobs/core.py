@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 
 import darkroom
-from darkroom.errors import DarkroomError, InputError, is_system_failure
+from darkroom.errors import DarkroomError, InputError, first_line, is_system_failure
 from darkroom.models.upscaler import Upscalers
 from darkroom.serve import logs
 from darkroom.serve import status as cards
@@ -70,8 +70,6 @@ class Core:
         self.why = "the model is being loaded"
         self.error: Exception | None = None
         """Why it is broken, for who runs it."""
-        self.left_at_work = False
-        """Closed while a step went on that nothing ends: the process has to be left."""
         self._told_kept: set[str] = set()
         """Jobs whose waiting clients got the answer that the next process draws them."""
         self._loop = Loop()
@@ -181,7 +179,7 @@ class Core:
             await self._loop.in_thread(admission.check_uploads, record, uploads)
             shape = await self._shape(request, uploads)
         except (Refused, ValidationError) as error:
-            await self._end_record(record, "not_possible_any_more", str(error).splitlines()[0])
+            await self._end_record(record, "not_possible_any_more", first_line(error))
             return
         now: Record | None = await asyncio.wrap_future(self.store.find_uid(record.uid))
         # It may have been cancelled meanwhile, or taken up at another try.
@@ -224,8 +222,8 @@ class Core:
     async def close(self) -> None:
         """Stop computing and close the store. Jobs that are not over stay in it."""
         self._loop.end_tasks()
-        ended = self.bench.close()
-        self.left_at_work = not (await self.pool.close() and ended)
+        self.bench.close()
+        await self.pool.close()
         await asyncio.to_thread(self._keeper.close)
         if self.sharing is not None:
             await self.sharing.release()

@@ -310,8 +310,8 @@ class ResultWriter:
             if isinstance(error, Withheld):
                 self._fail(work, "withheld", str(error))
                 return
-            LOG.error("job %s could not be stored", work.uid, exc_info=error)
-            self._fail(work, "failed", "the pictures could not be stored")
+            LOG.error("job %s could not be finished", work.uid, exc_info=error)
+            self._fail(work, "failed", "the pictures could not be finished")
 
     def _store_pictures(self, work: EngineJob) -> None:
         # Those were asked for before this was, so a thread has them already.

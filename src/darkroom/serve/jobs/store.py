@@ -22,7 +22,7 @@ import sqlalchemy as sql
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.schema import CreateColumn, DropTable
 
-from darkroom.errors import DarkroomError, InputError
+from darkroom.errors import DarkroomError, InputError, first_line
 from darkroom.serve.request import FINAL, PRIORITIES
 
 LOG = logging.getLogger("darkroom.serve")
@@ -503,7 +503,7 @@ def _lock(engine: sql.Engine, server: str) -> sql.Connection | None:
 
 def _told(error: Exception) -> str:
     """The first line of what went wrong, without SQL."""
-    return str(getattr(error, "orig", None) or error).splitlines()[0]
+    return first_line(getattr(error, "orig", None) or error)
 
 
 def _first(connection: sql.Connection, *wanted: sql.ColumnElement[bool]) -> Record | None:

@@ -27,7 +27,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped
+from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, first_line
 from darkroom.hardware import accelerator, machine
 from darkroom.hardware.system import on_stop_signal
 from darkroom.recipe.sections import ParallelSettings
@@ -253,9 +253,7 @@ class HangWatchdog:
         except RuntimeError as error:
             if not is_broken_link(error):
                 raise
-            raise RankLost(
-                self._told(f"the connection broke ({str(error).splitlines()[0][:120]})")
-            ) from error
+            raise RankLost(self._told(f"the connection broke ({first_line(error)[:120]})")) from error
         finally:
             self._over.set()
             thread.join(5)
