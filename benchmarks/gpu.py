@@ -8,7 +8,7 @@
 The cases that decide come first. Each runs in a worker process with a time limit; its rows are on the disk
 when they are made. A case that fails, hangs or takes the device with it gets a row that says so, and the next
 one follows in a new worker. What is done is read from the rows: `--after` names files of earlier calls, and
-`--again` makes those anew that failed.
+`--again` makes those anew that failed, or rows of which did.
 `--wheels` is a folder of wheels, or of packages: it goes before what is installed. Nothing here needs a
 network, a store, typer or matplotlib; weights are random, of the families' true sizes, made on the device.
 This file imports the standard library alone until everything is known to be there.
@@ -32,7 +32,7 @@ import time
 import tomllib
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -257,9 +257,8 @@ def done_in(files: Sequence[Path]) -> dict[str, str]:
     for file in files:
         if file.exists():
             with file.open(encoding="utf-8", newline="") as text:
-                found |= {
-                    row["case"]: row["note"] for row in csv.DictReader(text) if row["benchmark"] == BENCHMARK
-                }
+                rows = [row for row in csv.DictReader(text) if row.get("benchmark") == BENCHMARK]
+            found |= {row["case"]: row["note"] for row in rows}
     return found
 
 
@@ -294,7 +293,9 @@ class Worker:
     """A process that makes cases one by one and says when each begins and ends."""
 
     def __init__(self, command: Sequence[str], environ: dict[str, str]) -> None:
-        self.process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
         self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -341,6 +342,7 @@ def run(
                 word, _, rest = line.partition(" ")
                 if word == "BEGIN":
                     current = next(case for case in left if case.name == rest)
+                    say(f"{current.name} (about {current.about_s:.0f} s): {current.says}")
                     limit_s = min(end_s, clock() + current.limit_s)  # type: ignore[operator]
                 elif word == "END" and current is not None:
                     left.remove(current)
@@ -356,7 +358,8 @@ def run(
             worker.end()
             if clock() >= end_s:  # type: ignore[operator]
                 if current is not None:
-                    say(f"{current.name}: cut off by the end of the call; the next one begins it again")
+                    more = "" if current is not cases[0] else ", and needs more --minutes"
+                    say(f"{current.name}: cut off by the end of the call; the next one begins it again{more}")
                 return
             why = "failed: no end within its limit" if current else "failed: the worker did not start"
         finally:
@@ -375,6 +378,33 @@ def written(out: Path, case: Case, why: str) -> None:
     append_csv(out, [Measurement(benchmark=BENCHMARK, case=case.name, note=why)])
 
 
+def check_words(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
+    """End with a line for what cannot be, before anything takes time."""
+    if asked.out is None and not (asked.check or asked.plan):
+        parser.error("--out FILE.csv says where the rows go")
+    if asked.out is not None and asked.out.is_dir():
+        parser.error(f"--out {asked.out} is a folder: name a file in it")
+    for file in asked.after:
+        if not file.is_file():
+            parser.error(f"--after {file} is no file")
+    if not asked.minutes * 60 >= START_S + SPARE_S:
+        parser.error(f"--minutes {asked.minutes:g} is too short to import torch in: 1 or more")
+
+
+def end_with_parent() -> None:
+    """Have this process end with what it started when its parent is gone, also killed: a card would stay
+    taken. The parent holds the other end of the standard input."""
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        if hasattr(os, "killpg"):
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, help="the CSV that rows are added to, anywhere")
@@ -384,7 +414,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal: the same paths with tiny models")
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="only these")
-    parser.add_argument("--again", action="store_true", help="make those anew that failed")
+    parser.add_argument(
+        "--again", action="store_true", help="make those anew that failed, or rows of which did"
+    )
     parser.add_argument("--plan", action="store_true", help="print what is run in which call")
     parser.add_argument("--needs", action="store_true", help="print the packages, as pip wants them")
     parser.add_argument("--check", action="store_true", help="look whether all packages are there")
@@ -392,17 +424,22 @@ def main() -> None:
     if asked.needs:
         print("\n".join(closed(needs())))
         return
+    check_words(parser, asked)
     chosen = [case for case in CASES if not asked.case or case.name in asked.case]
     if asked.tiny:  # on a CPU that others use too
         chosen = [replace(case, about_s=5 * case.about_s) for case in chosen]
     over = done_in([*asked.after, *([asked.out] if asked.out else [])])
     if asked.again:
-        over = {name: how for name, how in over.items() if how.startswith("done")}
+        over = {name: how for name, how in over.items() if how.startswith("done") and " failed," not in how}
     left = [case for case in chosen if case.name not in over]
     if asked.plan:
         print_plan(left, asked.minutes)
         return
+    if not left and not asked.check:
+        say(f"nothing is left: {len(over)} cases are in the rows")
+        return
     begun = time.monotonic()
+    say("looking whether all packages are there")
     environ = environment(asked.wheels)
     missing = lacks(sys.executable, environ, asked.device)
     for name, why in missing.items():
@@ -410,11 +447,6 @@ def main() -> None:
     if any(name_of(name) not in (*SERVES, *FEW) for name in missing):
         raise SystemExit("put wheels of what is missing into a folder and give it as --wheels (see --needs)")
     if asked.check:
-        return
-    if asked.out is None:
-        parser.error("--out FILE.csv says where the rows go")
-    if not left:
-        say(f"nothing is left: {len(over)} cases are in the rows")
         return
     sys.path[:0] = environ.get("PYTHONPATH", "").split(os.pathsep)
     asked.out.parent.mkdir(parents=True, exist_ok=True)
@@ -431,8 +463,9 @@ def main() -> None:
         }
         return Worker([sys.executable, str(HERE / "gpu_cases.py"), json.dumps(told)], environ)
 
-    for case, how in run(left, end_s, start, lambda case, why: written(out, case, why)):
-        say(f"{case.name}: {how}")
+    with closing(run(left, end_s, start, lambda case, why: written(out, case, why))) as ended:
+        for case, how in ended:
+            say(f"{case.name}: {how}")
     still = [case for case in chosen if case.name not in {**over, **done_in([out])}]
     say(f"rows: {out}; {len(chosen) - len(still)} of {len(chosen)} cases are over")
     if still:
@@ -441,4 +474,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `timeout` ends the worker too
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        say("interrupted: the same command goes on")
+        sys.exit(130)

@@ -28,6 +28,7 @@ from darkroom import models
 from darkroom.errors import InputError
 from darkroom.hardware import machine
 from darkroom.hardware.memory import PeakMemory
+from darkroom.libraries import quiet
 from darkroom.measure.drawing import Workload
 from darkroom.measure.optimisations import DEVICE_LOST, bench_optimisations, free_memory, why_not
 from darkroom.measure.pretraining import SwitchedStep, bench_pretraining
@@ -76,7 +77,9 @@ class Lab:
             else:
                 stand_in = tokenizer_or_stand_in()
                 model = models.create(family, device=self.device, tokenizer=stand_in)
-            self._models[name] = model.to(self.device, models.precision(precision or self.half))
+            with quiet():
+                model.to(self.device, models.precision(precision or self.half))
+            self._models[name] = model
         return self._models[name]
 
     def drawing(self, family: str, side: int, precision: str = "", **more: Any) -> Workload:
@@ -124,9 +127,21 @@ def tried(lab: Lab, benchmark: str, paths: dict[str, Callable[[], object]]) -> R
         except DEVICE_LOST:
             raise
         except Exception as error:
-            yield lab.row(benchmark, name, note=why_not(error))
+            yield lab.row(benchmark, name, note=why_not(error, name))
             del error
         free_memory(lab.device)
+
+
+def contained(lab: Lab, benchmark: str, case: str, measure: Callable[..., Measurement], *given: Any) -> Rows:
+    """One row of several: where it fails it says why, and the others follow."""
+    try:
+        yield measure(*given)
+    except DEVICE_LOST:
+        raise
+    except Exception as error:
+        yield lab.row(benchmark, case, note=why_not(error, case))
+        del error
+    free_memory(lab.device)
 
 
 # ---- every path once
@@ -393,10 +408,15 @@ def card(lab: Lab) -> Rows:
         "launch": (lambda: [a[:1, :1].mul_(1.0) for _ in range(1000)], 1000.0, "kernels/s"),
         **_convolutions(lab, dtype),
     }
-    for name, (call, work, unit) in calls.items():
+
+    def rate_of(name: str) -> Measurement:
+        call, work, unit = calls[name]
         seconds = timed(lab, call)
         rate = {"rate": work / min(seconds), "unit": unit, "dtype": str(dtype)}
-        yield lab.row("gpu-card", name, seconds, settings=rate)
+        return lab.row("gpu-card", name, seconds, settings=rate)
+
+    for name in calls:
+        yield from contained(lab, "gpu-card", name, rate_of, name)
     yield from _attentions(lab, dtype)
 
 
@@ -416,6 +436,10 @@ def _convolutions(lab: Lab, dtype: torch.dtype) -> dict[str, tuple[Callable[[], 
 
         found[name] = (call, work, "FLOP/s")
     return found
+
+
+NO_KERNEL = ("No viable backend", "No available kernel")
+"""What PyTorch says where a kernel does not take a shape, or is not of the device."""
 
 
 def _attentions(lab: Lab, dtype: torch.dtype) -> Rows:
@@ -444,7 +468,9 @@ def _attentions(lab: Lab, dtype: torch.dtype) -> Rows:
             except DEVICE_LOST:
                 raise
             except Exception as error:  # a kernel that does not take this shape, or is not of this device
-                yield lab.row("gpu-card", case, note=why_not(error))
+                none = any(words in str(error) for words in NO_KERNEL)
+                note = f"cannot: {error}".partition("\n")[0] if none else why_not(error, case)
+                yield lab.row("gpu-card", case, note=note)
                 continue
             rate = {"rate": 14.0 * rows * heads * length**2 * width / min(seconds), "unit": "FLOP/s"}
             yield lab.row("gpu-card", case, seconds, settings=rate | {"dtype": str(dtype)})
@@ -477,7 +503,7 @@ def batches(family: str, side: int, most: int, steps: int) -> Callable[[Lab], Ro
             except DEVICE_LOST:
                 raise
             except Exception as error:
-                note = why_not(error)
+                note = why_not(error, f"{family}, batch {batch},")
                 yield lab.row(
                     "batch", f"{family} {lab.half}", note=note, settings=drawing.settings(batch=batch)
                 )
@@ -592,7 +618,9 @@ def profile(lab: Lab) -> Rows:
         "train": lambda: switched.step(0, inputs),
         "draw": lambda: drawing.run(backend),
     }
-    for name, job in jobs.items():
+
+    def tabled(name: str) -> Measurement:
+        job = jobs[name]
         job()
         synchronise(lab.device)
         start = time.perf_counter()
@@ -604,9 +632,11 @@ def profile(lab: Lab) -> Rows:
         place.write_text(
             seen.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90), "utf-8"
         )
-        yield lab.row(
-            "gpu-profile", name, [time.perf_counter() - start], note=f"{place.name}; profiling slows it"
-        )
+        seconds = [time.perf_counter() - start]
+        return lab.row("gpu-profile", name, seconds, note=f"{place.name}; profiling slows it")
+
+    for name in jobs:
+        yield from contained(lab, "gpu-profile", name, tabled, name)
 
 
 def memory(lab: Lab) -> Rows:
@@ -623,7 +653,7 @@ def memory(lab: Lab) -> Rows:
     }  # fmt: skip
     for name, content in jobs.items():
         lab.forget()
-        yield _planned(lab, name, content, rows)
+        yield from contained(lab, "gpu-memory", name, _planned, lab, name, content, rows)
 
 
 STORES = ("lance", "lance.file", "pyarrow", "pyarrow.compute", "pyarrow.parquet", "zstandard")
@@ -750,28 +780,32 @@ CASES: dict[str, Callable[[Lab], Rows]] = {
 
 def make(name: str, lab: Lab) -> str:
     """One case, its rows written as they come; how it ended."""
-    start, rows, how = time.perf_counter(), 0, "done"
+    start, rows, failed, how = time.perf_counter(), 0, 0, "done"
     try:
         for row in CASES[name](lab):
             append_csv(lab.out, [row])
-            rows += 1
+            rows, failed = rows + 1, failed + row.note.startswith("failed")
     except DEVICE_LOST as error:
         how = f"failed: the device is lost: {error}"
         raise
     except Exception as error:
-        how = why_not(error)
+        how = why_not(error, name)
     finally:
         seconds = time.perf_counter() - start
-        told = f"{how}; {rows} rows in {seconds:.0f} s"
+        made = f"{rows} rows, {failed} failed," if failed else f"{rows} rows"
+        told = f"{how}; {made} in {seconds:.0f} s"
         append_csv(lab.out, [lab.row(BENCHMARK, name, [seconds] if how == "done" else [], note=told)])
     return told
 
 
 def main() -> None:
     """Cases in turn, as the argument says."""
+    from gpu import end_with_parent
+
     began = time.monotonic()
     if hasattr(os, "setsid") and os.getpid() != os.getpgid(0):
         os.setsid()  # so that the servers which a case starts end with it
+    end_with_parent()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     told = json.loads(sys.argv[1])
     models.device(told["device"])  # as the commands choose it: float32 is not rounded

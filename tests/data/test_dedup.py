@@ -10,7 +10,7 @@ import pytest
 from material import encoded, noise_picture
 from PIL import Image, ImageDraw
 
-from darkroom.data import inspect
+from darkroom.data import verify
 from darkroom.data.dedup import candidates, find_doubles, mark_doubles
 from darkroom.data.importers.job import import_pictures
 from darkroom.data.inspect import describe
@@ -102,7 +102,7 @@ def test_a_double_takes_the_place_of_a_picture_that_is_deleted(tmp_path):
     assert left[ids[3]] == ids[2]
     assert left[ids[4]] == ids[1], "the control: other marks stay"
     assert describe(store)["doubles"]["marked"] == 2
-    assert inspect(store).problems == []
+    assert verify(store).problems == []
 
 
 def test_candidates_are_all_pairs_within_the_distance():

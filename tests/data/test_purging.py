@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import warm
 from darkroom.cli.application import app
-from darkroom.data import inspect
+from darkroom.data import verify
 from darkroom.data.importers.job import import_pictures, picture_id
 from darkroom.data.store import Store
 from darkroom.errors import StoreError
@@ -93,7 +93,7 @@ def check_gone(store: Path) -> None:
     assert [text for text in OF_A if found_on_disk(store, text)] == []
     assert [text for text in OF_B if not found_on_disk(store, text)] == []
     assert Store.open(store).sources()["B"] >= 10
-    found = inspect(store)
+    found = verify(store)
     assert found.problems == []
     assert found.hashed == found.rows >= 10
 
@@ -102,7 +102,7 @@ def check_gone(store: Path) -> None:
 def made(tmp_path_factory) -> Path:
     store = make_store(tmp_path_factory.mktemp("made") / "s.lance")
     assert all(found_on_disk(store, text) for text in OF_A + OF_B), "the control: all of it is on the disk"
-    assert inspect(store).problems == []
+    assert verify(store).problems == []
     return store
 
 
@@ -142,7 +142,7 @@ def test_killed_between_its_steps_it_is_finished(path, where):
     assert child.returncode == -9
     store = Store.open(path)
     assert store.sources() == {"B": 10}, "it was committed"
-    told = " ".join(inspect(path).problems)
+    told = " ".join(verify(path).problems)
     assert "--purge" in told
     if where != "remove_files":
         assert "deleted pictures are still on the disk" in told
@@ -179,7 +179,7 @@ def test_what_a_run_has_pinned_stays_and_is_said(path):
     assert purged.left_bytes > 0
     assert "'my-run'" in purged.lines()[0]
     assert Store.open(path, version=version).num_rows == 20
-    found = inspect(path)
+    found = verify(path)
     assert (found.problems, found.pinned) == ([], {"my-run": version})
     store.append(rows_of("B", 20, 1))
     assert found_on_disk(path, "<picture A"), "a write leaves what is pinned"
@@ -190,15 +190,15 @@ def test_what_a_run_has_pinned_stays_and_is_said(path):
 def test_what_a_killed_writer_left_is_found_and_removed(path):
     """As an import leaves that is killed before its commit; not while somebody writes."""
     lance.fragment.write_fragments(rows_of("A", 99, 1), Store.open(path).dataset, mode="append")
-    found = inspect(path)
+    found = verify(path)
     assert found.unreferenced_files >= 1
     assert any("that belong to no version" in problem for problem in found.problems)
     from darkroom.data.commit_retry import writing
 
     with writing(path):
-        assert inspect(path, purge=True).others_writing
-    assert inspect(path).unreferenced_files == found.unreferenced_files, "the control: it may be in use"
-    assert inspect(path, purge=True).problems == []
+        assert verify(path, purge=True).others_writing
+    assert verify(path).unreferenced_files == found.unreferenced_files, "the control: it may be in use"
+    assert verify(path, purge=True).problems == []
     assert not found_on_disk(path, "<picture A 99>")
 
 
@@ -207,22 +207,22 @@ def test_verify_names_what_is_damaged(path):
     whole = data.read_bytes()
     data.write_bytes(whole.replace(b"<picture B 12>", b"<picture B 21>"))
     wrong = picture_id(b"<picture B 12>", "B 12")
-    found = inspect(path)
+    found = verify(path)
     assert found.problems == [f"1 pictures do not have the hash of their bytes and caption: {wrong}"]
     assert found.hashed == 19
     data.write_bytes(whole[:-100])
-    assert any(f"has {len(whole) - 100:,} of {len(whole):,} bytes" in p for p in inspect(path).problems)
+    assert any(f"has {len(whole) - 100:,} of {len(whole):,} bytes" in p for p in verify(path).problems)
     data.unlink()
-    told = inspect(path).problems
+    told = verify(path).problems
     assert any("is missing" in p for p in told)
     assert any("cannot be read after 0 rows" in p for p in told)
-    assert inspect(path).hashed == 15, "the other fragments are read all the same"
+    assert verify(path).hashed == 15, "the other fragments are read all the same"
 
 
 def test_verify_finds_wrong_counts(path):
     note = next((path / "_shapes").glob("*.json"))
     note.write_text(note.read_text().replace("24", "25"))
-    assert any("sizes are noted for buckets" in problem for problem in inspect(path).problems)
+    assert any("sizes are noted for buckets" in problem for problem in verify(path).problems)
 
 
 def test_the_commands(path):

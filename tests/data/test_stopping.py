@@ -16,7 +16,7 @@ import pytest
 from material import encoded, noise_picture
 
 import warm
-from darkroom.data import inspect
+from darkroom.data import verify
 from darkroom.data.importers.job import import_pictures
 from darkroom.data.store import Store
 
@@ -227,7 +227,7 @@ def test_commits_on_the_way_are_joined_and_a_kill_changes_no_boundary(tars, tmp_
     assert report.added == len(EXPECTED) - len(had)
     check_whole(killed)
     assert boundaries(killed) == boundaries(plain) == [64] * 18 + [len(EXPECTED) - 64 * 18]
-    assert inspect(killed).problems == []
+    assert verify(killed).problems == []
     at_pin = Store.open(killed, version=pinned)
     assert [fragment.num_rows for fragment in at_pin.fragments] == before, "what a run reads stays"
     assert at_pin.take(range(len(had)), ["n"])["n"].to_pylist() == had

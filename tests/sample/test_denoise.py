@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from darkroom.options import SOLVERS
 from darkroom.sample import denoise
 from darkroom.sample.choice import make_table
-from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch, advance
+from darkroom.sample.denoise import (
+    NEGATIVE,
+    Condition,
+    KnownPart,
+    Owner,
+    Row,
+    RunningBatch,
+    Stage,
+    Unet,
+    advance,
+)
 
 CONFIG = {
     "_class_name": "DDIMScheduler",
@@ -250,6 +260,89 @@ def test_texts_of_several_lengths_share_a_batch() -> None:
     for i, (a, b) in enumerate(zip(together, alone, strict=True)):
         assert far(a, b) < 1e-5
         assert far(a, alone[i - 1]) > 0.1
+
+
+def test_a_generator_moves_on_by_what_its_solver_draws_and_no_more() -> None:
+    """LCM draws at each step but the last; also where a batch begins in the middle of a row."""
+    one = row("lcm", steps=4, seed=5)
+    steps = denoise(CountingUnet(), [one])
+    next(steps)
+    steps.close()
+    run([one])
+    assert one.generator is not None
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(1 + 3):
+        torch.randn(SHAPE, generator=generator)
+    assert torch.equal(torch.randn(SHAPE, generator=one.generator), torch.randn(SHAPE, generator=generator))
+
+
+def test_a_prompt_changes_at_its_step_wherever_the_batch_begins() -> None:
+    def staged() -> Row:
+        return row(steps=6, stages=(Stage(2, told(0.1), told(-0.2)), Stage(4, told(0.9), told(-0.5))))
+
+    (alone,) = run([staged()])
+    for stop in (1, 2, 3, 4):
+        one = staged()
+        steps = denoise(CountingUnet(), [one])
+        for _ in range(stop):
+            next(steps)
+        steps.close()
+        assert far(run([one])[0], alone) < 1e-5
+    assert far(run([row(steps=6)])[0], alone) > 0.1
+    first, *_, last = (staged().conditions_at(step)[0].text_LD[0, 0].item() for step in (2, 3, 4, 5))
+    assert (first, last) == pytest.approx((0.1, 0.9))  # the last holds to the end
+
+
+class OwnersUnet(CountingUnet):
+    """Keeps whose each row of a call was said to be, with the first number of its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[list[tuple[Row, int, float]]] = []
+
+    def of_rows(self, owners: Sequence[Owner]) -> Unet:
+        def call(x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]) -> Any:
+            firsts = text[:, 0, 0].tolist()
+            self.told.append([(*owner, first) for owner, first in zip(owners, firsts, strict=True)])
+            return self(x, t, text, added)
+
+        return call
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (3, 5)])
+def test_a_unet_is_told_whose_each_row_is(lengths: tuple[int, int]) -> None:
+    """Also of a prompt composed of three, and where texts of other lengths take a call of their own."""
+
+    def text(value: float, length: int) -> Condition:
+        return Condition(torch.full((length, 2), value), {"pooled": torch.full((5,), 0.1)})
+
+    short, long = lengths
+    rows = [
+        replace(row(guidance=1.0), positive=text(0.1, short), negative=text(-0.1, short)),
+        replace(row(), positive=text(0.2, long), negative=text(-0.2, long)),
+        replace(
+            row(),
+            positive=text(0.3, short),
+            negative=text(-0.3, short),
+            further=(text(0.4, short), text(0.5, long)),
+            weights=(1.0, 0.5, -0.5),
+        ),
+    ]
+    unet = OwnersUnet()
+    advance(unet, rows)
+    assert len(unet.told) == len(set(lengths))
+    told = sorted(
+        (rows.index(one), which, round(first, 3)) for some in unet.told for one, which, first in some
+    )
+    assert told == [
+        (0, 0, 0.1),
+        (1, NEGATIVE, -0.2),
+        (1, 0, 0.2),
+        (2, NEGATIVE, -0.3),
+        (2, 0, 0.3),
+        (2, 1, 0.4),
+        (2, 2, 0.5),
+    ]
 
 
 def test_what_is_known_stays_to_the_last_step() -> None:

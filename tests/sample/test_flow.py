@@ -15,7 +15,7 @@ from darkroom.sample import denoise, generate
 from darkroom.sample.choice import make_table, solvers_of
 from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch
 from darkroom.sample.optimisations.steps import interval_of
-from darkroom.sample.solvers import TIMESTEP
+from darkroom.sample.solvers import TIMESTEP, Flow
 
 SHAPE = (4, 8, 8)
 CLASSES: dict[str, Any] = {
@@ -92,6 +92,12 @@ def test_follows_diffusers(solver: str, shift: float, steps: int) -> None:
         other = "flow_heun" if solver == "flow_euler" else "flow_euler"
         last = ours({**configured("flow_euler", shift)}, steps, solver=other)[-1]
         assert error([last], [reference[-1]]) > 1
+
+
+def test_a_level_is_so_much_noise_and_the_rest_picture() -> None:
+    """As a share of their squares, which is what other schedules are told by."""
+    known = Flow.from_config({"num_train_timesteps": 4}).alphas_cumprod
+    assert known.tolist() == pytest.approx([9 / 10, 1 / 2, 1 / 10, 0.0])
 
 
 def test_timesteps_given_to_the_model_are_those_of_diffusers() -> None:

@@ -11,10 +11,13 @@ import pytest
 import torch
 from PIL import Image
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from darkroom import models, sample
 from darkroom.hardware import accelerator
+from darkroom.models.adapters.adapter import Adapter, Factors, Layer
 from darkroom.models.adapters.bank import Bank, Change
+from darkroom.models.adapters.read import adaptable
 from darkroom.models.control import ControlNet, _controlnet
 from darkroom.models.image_prompt import ImagePrompt, cross_attentions, installed
 from darkroom.models.lllite import ControlNetLite, LiteLayer, _level
@@ -395,6 +398,50 @@ def test_adapters_of_a_model_in_main_memory_are_on_the_card(waiting, name, monke
     backend = open_backend("torch", waiting, optimise=name, device=CUDA)
     table = make_table("ddim", DDIM, STEPS)
     assert steady(backend.unet, rows_of([table, table], adapters=((1, 1.0),))).waits == []
+
+
+class Finite(TorchFunctionMode):
+    """Numbers that are looked at before an adapter is taken: fake ones pass."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func is torch.Tensor.__bool__ or func(*args, **(kwargs or {}))
+
+
+def adapter_of_every_form(model: models.Model) -> Adapter:
+    """Layers of low rank, with magnitudes, and with a difference as large as the layer."""
+    weights = {path: layer.weight for path, layer in adaptable(model).items() if path.endswith("to_q")}
+    layers: dict[str, Any] = {}
+    for i, (path, weight) in enumerate(weights.items()):
+        outputs, inputs = weight.shape
+        down, up = torch.zeros(4, inputs), torch.zeros(outputs, 4)
+        low_rank = Layer(down, up, 1.0, magnitude=torch.ones(outputs, 1) if i % 3 == 1 else None)
+        whole = Factors("full", {"diff": torch.zeros(outputs, inputs)})
+        layers[path] = whole if i % 3 == 2 else low_rank
+    return Adapter("mine", layers)
+
+
+@pytest.mark.parametrize("name", ["offload_sequential", "offload_group", "offload_model"])
+def test_adapters_that_arrive_while_a_model_is_served_are_put_on_the_card(waiting, name, monkeypatch):
+    """The bank is made of the offloaded model, as a server does, and loaded into between steps: its weights
+    wait in main memory, and what adapters add to their products lies on the card."""
+    monkeypatch.setattr(offload, "SMALL_BYTES", 2**7)
+    monkeypatch.setattr(accelerator, "new_stream", lambda device: Stream())
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: Stream())
+    backend = open_backend("torch", waiting, optimise=name, device=CUDA)
+    made = backend.model
+    bank, adapter = Bank(made, slots=2, max_rank=4), adapter_of_every_form(made)
+    at_home = [bank._known[path].weight for path in adapter.layers]
+    assert {weight.device.type for weight in at_home} == {"cpu"}
+    table = make_table("ddim", DDIM, STEPS)
+    rows = rows_of([table, table], adapters=((1, 1.0), (2, 0.5)))
+    with Finite():
+        for slot in (1, 2):
+            bank.load(slot, adapter)
+            watched = steady(backend.unet, rows)
+            assert watched.waits == []
+    assert watched.launched > steady(backend.unet, rows_of([table, table])).launched
+    waiting_still = [bank._known[path].weight for path in adapter.layers]
+    assert name == "offload_model" or {weight.device.type for weight in waiting_still} == {"cpu"}
 
 
 @pytest.mark.nightly

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import types
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 
@@ -369,6 +371,28 @@ def test_any_number_of_steps(solver: str, spacing: str, steps: int) -> None:
     assert table.timesteps == sorted(table.timesteps, reverse=True)
     if steps < 5:
         assert torch.isfinite(ours(solver, configured(solver), steps, spacing=spacing)[-1]).all()
+
+
+def test_unipcs_last_step_to_the_picture_is_of_the_first_order_whatever_is_asked() -> None:
+    """diffusers divides by an infinite step of lambda there."""
+    table = make_table("unipc", configured("unipc", lower_order_final=False, solver_order=3), 10)
+    assert np.isfinite(table.values_SK[:, TERMS:]).all()
+    last = table.values_SK[-1, TERMS:]
+    lower = make_table("unipc", configured("unipc", solver_order=3), 10).values_SK
+    assert last[0] == pytest.approx(lower[-1, TERMS], abs=1e-6)
+    before = table.values_SK[-2, TERMS:] - lower[-2, TERMS:]
+    assert np.abs(before).max() > 1e-3  # the step before stays as high as asked
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_a_configuration_from_a_file_is_the_same(prediction: str) -> None:
+    config = configured("euler", prediction_type=prediction)
+    read = json.loads(json.dumps(config))
+    for solver in ("euler", "ddim", "dpmpp_2m"):
+        values = make_table(solver, config, 5).values_SK
+        assert np.array_equal(make_table(solver, read, 5).values_SK, values)
+        other = make_table(solver, {**config, "prediction_type": "v_prediction"}, 5).values_SK
+        assert np.array_equal(other, values) == (prediction == "v_prediction")
 
 
 def test_history_is_no_longer_than_needed() -> None:

@@ -81,6 +81,8 @@ def test_the_shift_follows_the_resolution() -> None:
     kept = resolved({**FLOW, "shift": 1.7}, 64 * 64, flow=FlowSettings(shift="model"))
     assert kept["shift"] == 1.7
     assert FlowObjective.from_config(kept).shift == 1.7
+    silent = {key: value for key, value in FLOW.items() if key != "shift"}
+    assert resolved(silent, 64 * 64, flow=FlowSettings(shift="model"))["shift"] == 1.0
 
 
 def test_the_model_remembers_how_it_is_trained() -> None:

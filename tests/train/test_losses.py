@@ -17,7 +17,13 @@ from darkroom.errors import RecipeError
 from darkroom.recipe import make_recipe
 from darkroom.recipe.sections import ObjectiveSettings
 from darkroom.train.jobs import Pinned
-from darkroom.train.objective import Objective, make_objective, multires_noise, row_error
+from darkroom.train.objective import (
+    Objective,
+    make_objective,
+    multires_noise,
+    offset_strength,
+    row_error,
+)
 from darkroom.train.setup import make_job
 
 BASE = {
@@ -202,6 +208,21 @@ def test_rectified_flow_has_them_too() -> None:
 # ---- noise
 
 
+def test_strength_of_offset_noise_is_kohyas() -> None:
+    """offset * share + adaptive * |mean of a channel|, and never below 0."""
+    latents = torch.tensor([1.0, -3.0, 0.5]).view(1, 3, 1, 1).expand(2, 3, 4, 5)
+    share = torch.tensor([0.5, 0.25]).view(2, 1, 1, 1)
+    assert offset_strength(latents, 0.2, None, None) == 0.2
+    assert offset_strength(latents, 0.2, share, None).flatten().tolist() == pytest.approx([0.1, 0.05])  # type: ignore[union-attr]
+    found = offset_strength(latents, 0.2, share, 0.1)
+    assert isinstance(found, torch.Tensor)
+    assert found.shape == (2, 3, 1, 1)
+    assert found.flatten().tolist() == pytest.approx([0.2, 0.4, 0.15, 0.15, 0.35, 0.1])
+    less = offset_strength(latents, 0.2, None, -0.1)
+    assert isinstance(less, torch.Tensor)
+    assert less[0].flatten().tolist() == pytest.approx([0.1, 0.0, 0.15])
+
+
 def test_multires_noise_is_kohyas_with_each_rows_own_draws() -> None:
     epochs, rows = np.zeros(2, np.int64), np.array([3, 8])
     found = draws.pyramid(5, epochs, rows, (4, 12, 9), 6, 0.4)
@@ -339,3 +360,6 @@ def test_a_range_beyond_the_schedule_is_refused() -> None:
     for config in (BASE, FLOW):
         with pytest.raises(RecipeError, match=r"objective.timesteps.max: 2000; allowed: 0 to 1000"):
             make_objective(config, ObjectiveSettings(timesteps={"max": 2000}))
+        with pytest.raises(RecipeError, match=r"objective.timesteps.min: 1000; allowed: 0 to 1000"):
+            make_objective(config, ObjectiveSettings(timesteps={"min": 1000}))
+        make_objective(config, ObjectiveSettings(timesteps={"min": 999, "max": 1000}))

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from darkroom import models
 from darkroom.errors import CheckpointError, RecipeError
-from darkroom.hardware import machine
+from darkroom.hardware import cpu
 from darkroom.models.model import Model
 from darkroom.recipe.sections import OptimSettings, TrainSettings
 from darkroom.train.distributed.weights import CastWeights, Weights, attend_in_float32
@@ -241,9 +241,9 @@ def test_fp16_is_refused_where_its_scaler_cannot_compute(monkeypatch: pytest.Mon
 
 def has(instruction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor with this beside AVX2, whatever this one has."""
-    for name in machine.LIMITS:
+    for name in cpu.LIMITS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(machine, "hardware_instructions", lambda: ("avx2", instruction))
+    monkeypatch.setattr(cpu, "hardware_instructions", lambda: ("avx2", instruction))
 
 
 def test_micro_batches_cover_the_batch() -> None:

@@ -304,6 +304,28 @@ def new_tensor(values: Any, device: torch.device | str, dtype: torch.dtype | Non
     return to_device(torch.tensor(values, dtype=dtype), device)
 
 
+# ---- weights that wait elsewhere
+
+COMPUTED_ON = "_computed_on"
+"""Where a module whose weights wait elsewhere keeps the device that its calls are on."""
+AT_HOME = "_at_home"
+"""Where a layer keeps the weights that wait, by name, also while their copies are on the device."""
+
+
+def computed_on(module: torch.nn.Module) -> torch.device:
+    """The device of a module's calls, wherever its weights lie just now."""
+    device: torch.device | None = getattr(module, COMPUTED_ON, None)
+    return next(module.parameters()).device if device is None else device
+
+
+def weight_of(layer: torch.nn.Module) -> torch.Tensor:
+    """A layer's weight. Of one that waits elsewhere not the copy of a call, which another stream makes."""
+    waiting: dict[str, torch.Tensor] = getattr(layer, AT_HOME, {})
+    weight: Any = layer.weight
+    found: torch.Tensor = waiting.get("weight", weight)
+    return found
+
+
 # ---- memory
 
 NO_ALLOCATOR = "is not a DeviceAllocator"

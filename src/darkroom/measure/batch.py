@@ -119,7 +119,7 @@ def _lack(drawing: Workload, kind: PrecisionCase, backend: Backend, needs: Needs
     except DEVICE_LOST:
         raise
     except Exception as error:
-        lack = why_not(error)
+        lack = why_not(error, f"{kind.name}, batch {batch},")
         del error
         free_memory(device)
         return lack

@@ -102,7 +102,7 @@ def _optimisation_rows(
         except DEVICE_LOST:
             raise
         except Exception as error:
-            yield _without(drawing, names, why_not(error))
+            yield _without(drawing, names, why_not(error, names))
         free_memory(device)
 
 
@@ -223,14 +223,14 @@ def _without(drawing: Workload, names: str, note: str) -> Measurement:
     )
 
 
-def why_not(error: Exception) -> str:
-    """What a row says of a case that gave no numbers. An error of ours is logged with its trace."""
+def why_not(error: Exception, case: str) -> str:
+    """What a row says of a case that gave no numbers. A bug's trace is logged."""
     if isinstance(error, DarkroomError):
         return f"cannot: {error}"
     first = (str(error).strip().splitlines() or [""])[0][:200]
     if is_out_of_memory(error):
         return f"out of memory: {first}"
-    LOG.error("a case failed", exc_info=error)
+    LOG.error("%s failed", case, exc_info=error)
     return f"failed: {type(error).__name__}: {first}"
 
 

@@ -191,9 +191,8 @@ def _pretraining_rows(asked: _Asked, cases: Sequence[str], say: Say) -> Iterator
         except Exception as error:
             settings = {"model": asked.family, "resolution": asked.resolution}
             here = machine().name
-            row = Measurement(
-                benchmark="pretrain", case=case, settings=settings, machine=here, note=why_not(error)
-            )
+            note = why_not(error, case)
+            row = Measurement(benchmark="pretrain", case=case, settings=settings, machine=here, note=note)
             timing = None
         _forget()
         first = first or timing

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from darkroom.errors import InputError
+from darkroom.hardware import accelerator
 from darkroom.hardware.system import split_weight
 from darkroom.models.adapters.adapter import MAX_BLOCKS, Adapter, Blocks
 from darkroom.models.adapters.bank import (
@@ -295,7 +296,7 @@ class Adapted:
             by_choice.setdefault(self.text_choice(prompt), []).append(i)
         conditions: dict[int, Condition] = {}
         notices: list[str] = []
-        device = next(bank.model.text_encoders[0].parameters()).device
+        device = accelerator.computed_on(bank.model.text_encoders[0])
         for choice, places in by_choice.items():
             slots = lay_out([choice], device)
             with bank.applied("text", slots.get(SLOTS), slots.get(WEIGHTS)):

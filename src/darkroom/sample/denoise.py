@@ -109,7 +109,7 @@ class Row:
         return self.step >= len(self.table)
 
     def stage_at(self, step: int) -> int:
-        """Which of its stages is read at a step; 0 for a prompt that does not change."""
+        """Which of its stages is read at a step; -1, as the last, for a prompt that does not change."""
         return next((i for i, stage in enumerate(self.stages) if step <= stage.until), len(self.stages) - 1)
 
     def conditions_at(self, step: int) -> tuple[Condition, Condition | None, tuple[Condition, ...]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from darkroom.errors import InputError
-from darkroom.hardware.accelerator import new_tensor, to_device
+from darkroom.hardware.accelerator import computed_on, new_tensor, to_device
 from darkroom.models.embeddings import with_words
 from darkroom.models.tokenizer import spelled, vectors_of_words
 from darkroom.sample.denoise import Condition
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from darkroom.models.model import Model
 
 
-COMPUTED_ON = "_computed_on"
-"""Where a module whose weights wait elsewhere keeps the device that its calls are on."""
 ENCODE_BATCH = 32
 MAX_PARTS = 16
 # A1111 moves what stands behind a comma to the next part where the comma is at most so many tokens back.
@@ -199,7 +197,7 @@ def _states(
     encoder: Any, ids_BL: torch.Tensor, is_sdxl: bool, clip_skip: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The states the U-Net takes [B, L, D], and the encoder's first output (SDXL's second: pooled text)."""
-    given = encoder(to_device(ids_BL, _device(encoder)), output_hidden_states=is_sdxl or bool(clip_skip))
+    given = encoder(to_device(ids_BL, computed_on(encoder)), output_hidden_states=is_sdxl or bool(clip_skip))
     if not is_sdxl and not clip_skip:
         return given[0], given[0]
     back = (clip_skip or 0) + (2 if is_sdxl else 1)
@@ -233,17 +231,6 @@ def with_mean_of(text_LD: torch.Tensor, scaled_LD: torch.Tensor) -> torch.Tensor
     noise = MEAN_NOISE * text_LD.square().mean(dim=(-2, -1), keepdim=True).sqrt()
     has_one = (before.abs() > noise) & (after.abs() > noise)
     return scaled_LD * torch.where(has_one, before / torch.where(has_one, after, 1.0), 1.0)
-
-
-def _device(module: torch.nn.Module) -> torch.device:
-    """Where a module computes: with offloading it says so, its weights lie elsewhere."""
-    if (device := getattr(module, COMPUTED_ON, None)) is not None:
-        return torch.device(device)
-    for part in module.modules():
-        place = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
-        if place is not None:
-            return torch.device(place)
-    return next(module.parameters()).device
 
 
 def time_ids(size: tuple[int, int], like: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,15 @@ import torch
 from darkroom import models
 from darkroom.errors import ModelError
 from darkroom.models.adapters.adapter import Adapter, Factors, Layer, names_of
-from darkroom.models.adapters.bank import SLOTS, WEIGHTS, Bank, Choice, rows_of, take_rows
+from darkroom.models.adapters.bank import (
+    SLOTS,
+    WEIGHTS,
+    Bank,
+    Choice,
+    low_rank_of,
+    rows_of,
+    take_rows,
+)
 from darkroom.models.adapters.read import adaptable, merge, merge_all
 from darkroom.models.model import Model
 from darkroom.sample.optimisations.table import optimise
@@ -135,6 +143,7 @@ def test_rows_of_every_kind_in_one_call_equal_merged_models(tiny: Model, model: 
         layer.weight.numel() for path, layer in adaptable(tiny).items() if path in adapters[5].layers
     )
     assert held == 4 * numbers
+    assert (low_rank_of(adapters[1]), low_rank_of(adapters[10])) == (4, 0)
     assert bank.dense_bytes(2) == bank.dense_bytes(9) == 0, "magnitudes and factors are no differences"
     bank.clear(5)
     assert bank.dense_bytes(5) == 0
@@ -232,6 +241,7 @@ def test_a_slot_is_swapped_and_cleared(tiny: Model, model: Model) -> None:
     )  # fewer layers and a lower rank: nothing of the first may be left
     bank.load(1, two)
     assert (bank.nbytes, bank.slot_of("made2"), bank.slot_of("made1")) == (taken, 1, None)
+    assert bank.slot_of("made3") is None
     out = run_rows(bank, [[(1, 1.0)]] * 4)
     assert (out - run(merged(tiny, (two, 1.0)))).abs().max() < CLOSE
     bank.clear(1)
@@ -292,6 +302,37 @@ def test_only_rows_with_adapters_are_multiplied(
     assert [torch.equal(*pair) for pair in zip(out, plain, strict=True)] == [True, True, False, True]
     assert (out[2] - plain[2]).abs().max() > APART
     assert (out[2] - run(merged(tiny, (one, 0.5), (two, -1.0)))[2]).abs().max() < CLOSE
+
+
+def test_of_two_rows_the_one_without_adapters_keeps_its_bits(tiny: Model, model: Model) -> None:
+    bank = Bank(model, slots=1, max_rank=4)
+    bank.load(1, made(tiny, 1, where=everywhere))
+    told = bank.lay_out([[], [(1, 1.0)]], "cpu")
+    with torch.no_grad(), bank.applied("unet", told[SLOTS], told[WEIGHTS]):
+        out = model.unet(X[:2], TIMES[:2], encoder_hidden_states=TEXT[:2], return_dict=False)[0]  # type: ignore[misc]
+        assert rows_of(model.unet).adapted.tolist() == [1]  # type: ignore[union-attr]
+    with torch.no_grad():
+        plain = tiny.unet(X[:2], TIMES[:2], encoder_hidden_states=TEXT[:2], return_dict=False)[0]  # type: ignore[misc]
+    assert torch.equal(out[0], plain[0])
+    assert (out[1] - plain[1]).abs().max() > APART
+
+
+def test_calls_of_a_sealed_bank_have_one_shape(tiny: Model, model: Model) -> None:
+    bank = Bank(model, slots=2, max_rank=4, most_a_row=3)
+    one, two = made(tiny, 1), made(tiny, 2)
+    bank.load(1, one)
+    bank.load(2, two)
+    bank.seal()
+    for row, pairs in (([(1, 1.0)], [(one, 1.0)]), ([(1, 0.5), (2, 1.0)], [(one, 0.5), (two, 1.0)])):
+        told = bank.lay_out([row] * 4, "cpu")
+        with bank.applied("unet", told[SLOTS], told[WEIGHTS]):
+            call = rows_of(model.unet).call
+            assert call.slots_BK is not None
+            assert call.weights_Bs1 is not None
+            assert (call.slots_BK.shape, call.weights_Bs1.shape) == ((4, 3), (4, 3 * 4, 1))
+            out = run(model)
+        assert (out - run(merged(tiny, *pairs))).abs().max() < CLOSE
+        assert (out - run(tiny)).abs().max() > APART
 
 
 def test_a_part_of_a_batch_without_adapters_runs_the_plain_layers(tiny: Model, model: Model) -> None:

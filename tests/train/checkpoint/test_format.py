@@ -16,7 +16,12 @@ from safetensors.torch import load_file
 
 import warm
 from darkroom.errors import CheckpointError
-from darkroom.train.checkpoint.format import Checkpoint, checkpoints, load_checkpoint
+from darkroom.train.checkpoint.format import (
+    Checkpoint,
+    checkpoints,
+    load_checkpoint,
+    reading,
+)
 from darkroom.train.checkpoint.storage import LocalPlace, newest
 from darkroom.train.distributed.ranks import ALONE
 
@@ -64,6 +69,13 @@ def test_the_files_are_plain_safetensors_and_json(tmp_path: Path) -> None:
     names = sorted(file.name for file in path.iterdir())
     assert names == ["ema.safetensors", "manifest.json", "state.json", "weights.safetensors"]
     assert json.loads((path / "manifest.json").read_text())["step"] == 7
+
+
+def test_tensors_begin_on_whole_words_whatever_their_names(tmp_path: Path) -> None:
+    for length in range(1, 9):
+        named = {"weights": {"a" * length: torch.ones(3)}}
+        raw = (save_checkpoint(tmp_path, length, named, {}, keep=1) / "weights.safetensors").read_bytes()
+        assert int.from_bytes(raw[:8], "little") % 8 == 0
 
 
 def test_keeps_the_newest(tmp_path: Path) -> None:
@@ -242,6 +254,9 @@ def test_a_disk_that_fails_is_no_damage(tmp_path: Path) -> None:
         ('{"files": []}', "lists no files"),
         ('{"files": {"a": 1}}', "lists no files"),
         ("[" * 100_000, "manifest.json: "),
+        ('{"files": {"a": {"bytes": 1}}}', "lists no files"),
+        ('{"files": {"a": {"sha256": ""}}}', "lists no files"),
+        ('{"files": {"x/a": {"bytes": 1, "sha256": ""}}}', "'x/a' is no file name"),
         ('{"files": {}, "step": 20, "format": 2}', "does not belong to it"),
     ],
 )
@@ -252,3 +267,35 @@ def test_a_list_of_another_shape_is_damage(tmp_path: Path, content: str, told: s
         newest_in(tmp_path, say=said.append)
     assert len(said) == 1
     assert told in said[0]
+
+
+class StoreError(Exception):
+    """As a store's own package raises it."""
+
+
+def fail_with(error: Exception) -> None:
+    with reading("checkpoint 'x'"):
+        raise error
+
+
+def test_what_a_store_raises_is_told_and_a_mistake_of_ours_is_raised_as_it_is() -> None:
+    with pytest.raises(CheckpointError, match="checkpoint 'x' could not be read: no answer; run the same"):
+        fail_with(StoreError("no\nanswer"))
+    with pytest.raises(CheckpointError, match="could not be read: StoreError;"):
+        fail_with(StoreError())
+    with pytest.raises(CheckpointError, match="checkpoint 'x' is damaged: gone"):
+        fail_with(FileNotFoundError("gone"))
+    with pytest.raises(KeyError):
+        fail_with(KeyError("ours"))
+
+
+def test_of_three_places_each_is_read_where_it_is(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    for i, folder in enumerate(folders):
+        for step in (10, 20):
+            save_checkpoint(folder, step + i, tensors(step + i), {"k": step + i}, keep=9)
+    for step, folder in ((22, folders[2]), (21, folders[1]), (20, folders[0])):
+        found = newest_in(*folders)
+        assert found is not None
+        assert (found.step, found.scalars, found.path.parent) == (step, {"k": step}, folder)
+        damage_a_byte(found.path)

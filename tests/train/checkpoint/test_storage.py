@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from darkroom.errors import CheckpointError, DamagedCheckpoint, RecipeError
-from darkroom.train.checkpoint.storage import Kept, RemotePlace, newest
-from darkroom.train.distributed.ranks import ALONE
+from darkroom.train.checkpoint import storage
+from darkroom.train.checkpoint.storage import (
+    Kept,
+    LocalPlace,
+    RemotePlace,
+    check_url,
+    newest,
+    place_of,
+    take_records,
+)
+from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.run import export, train
 
 pytest.importorskip("moto", reason="moto[server] is not installed")
@@ -49,7 +61,7 @@ def server() -> Iterator[str]:
 
 
 @pytest.fixture
-def url(server: str, request: pytest.FixtureRequest) -> str:
+def s3_url(server: str, request: pytest.FixtureRequest) -> str:
     """A prefix of its own in a bucket that is there."""
     import s3fs
 
@@ -59,21 +71,26 @@ def url(server: str, request: pytest.FixtureRequest) -> str:
     return f"s3://runs/{zlib.crc32(request.node.name.encode())}/a"
 
 
+@pytest.fixture(params=["file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An address of its own, in a folder and on the server."""
+    if request.param == "file":
+        return f"file://{tmp_path}/store"
+    address: str = request.getfixturevalue("s3_url")
+    return address
+
+
 def keys(url: str) -> list[str]:
     """All objects under an address, without it."""
-    import s3fs
-
-    files = s3fs.S3FileSystem()
+    files, root = fsspec.url_to_fs(url)
     files.invalidate_cache()
-    root = url.removeprefix("s3://")
     return sorted(key.removeprefix(f"{root}/") for key in files.find(root))
 
 
 def spoil(url: str, key: str) -> None:
     """Change one byte of an object."""
-    import s3fs
-
-    files, path = s3fs.S3FileSystem(), f"{url.removeprefix('s3://')}/{key}"
+    files, root = fsspec.url_to_fs(url)
+    path = f"{root}/{key}"
     content = bytearray(files.cat_file(path))
     content[-1] ^= 1
     files.pipe_file(path, bytes(content))
@@ -153,6 +170,83 @@ def test_a_copy_is_read_again_only_while_it_is_that_checkpoint(tmp_path: Path) -
         place.load(place.kept()[0])
 
 
+def test_another_rank_of_the_machine_waits_for_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads what the first one has read, and never the store."""
+    monkeypatch.setattr(storage, "POLL_S", 0.0)
+    place, second = RemotePlace(f"file://{tmp_path}/store", tmp_path / "run"), Ranks(local_rank=1)
+    save(place, 20)
+    (kept,) = place.kept()
+    monkeypatch.setattr(storage, "SHARES_WAIT_S", 0.05)
+    with pytest.raises(CheckpointError, match="step-00000020.t' was not read for 0.05 s"):
+        place.open(kept, second)
+    monkeypatch.setattr(storage, "SHARES_WAIT_S", 60.0)
+    reader = threading.Timer(0.2, place.load, [kept])
+    reader.start()
+    assert place.open(kept, second).scalars == {"k": 20}
+    reader.join()
+    shutil.rmtree(tmp_path / "store")
+    assert place.open(kept, second).scalars == {"k": 20}
+    place.forget()
+    with pytest.raises(DamagedCheckpoint):
+        place.open(kept, ALONE)
+
+
+def test_a_share_that_never_comes_is_an_error_at_an_address_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "POLL_S", 0.0)
+    monkeypatch.setattr(storage, "SHARES_WAIT_S", 0.05)
+    place = RemotePlace(f"file://{tmp_path}/store", tmp_path / "run")
+    place.write_share(3, "t", 0, 2, tensors(3), {})
+    with pytest.raises(CheckpointError, match="rank 1 has not written its share for 0.05 s"):
+        place.complete(3, "t", 2, {}, 1)
+    place.failed(3, "t", 1)
+    with pytest.raises(CheckpointError, match="rank 1 could not write its share to file://"):
+        place.complete(3, "t", 2, {}, 1)
+    assert place.kept() == []
+    monkeypatch.setattr(storage, "SHARES_WAIT_S", 60.0)
+    place.write_share(4, "t", 0, 2, tensors(4), {})
+    late = threading.Timer(0.2, place.write_share, [4, "t", 1, 2, {"weights": {"unet.b": torch.ones(2)}}, {}])
+    late.start()
+    place.complete(4, "t", 2, {}, 1)
+    late.join()
+    assert [kept.step for kept in place.kept()] == [4]
+
+
+def test_a_save_after_an_older_one_was_gone_on_from_replaces_all_others(tmp_path: Path) -> None:
+    """The later ones were passed over, and would be tried first again."""
+    place = RemotePlace(f"file://{tmp_path}/store", tmp_path / "run")
+    save(place, 20)
+    save(place, 30)
+    save(place, 25, keep=1)
+    assert [kept.step for kept in place.kept()] == [25]
+
+
+def test_records_of_a_run_go_with_its_checkpoints(url: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("{}\n")
+    place = place_of(url, run)
+    assert isinstance(place, RemotePlace)
+    save(place, 5)
+    take_records(place.load(place.kept()[0]), tmp_path / "elsewhere" / "run")
+    assert [path.name for path in (tmp_path / "elsewhere" / "run").iterdir()] == ["metrics.jsonl"]
+    assert (tmp_path / "elsewhere" / "run" / "metrics.jsonl").read_text() == "{}\n"
+    own = place_of(None, run)
+    assert isinstance(own, LocalPlace)
+    assert own.folder == run / "checkpoints"
+
+
+def test_addresses_are_checked_before_any_work() -> None:
+    check_url(None)
+    check_url("s3://bucket/prefix")
+    for given, told in (("s3://", "names no place"), ("nowhere://bucket/a", "nowhere")):
+        with pytest.raises(RecipeError, match=told):
+            check_url(given)
+
+
 def test_a_store_that_fails_is_no_damage(tmp_path: Path) -> None:
     """The older one is not taken where the newest cannot be read just now."""
     place = RemotePlace(f"file://{tmp_path}/store", tmp_path / "run")
@@ -221,21 +315,21 @@ place.write_share(20, "killed", 0, 1, large, {})
 """
 
 
-def test_a_kill_in_the_middle_of_an_upload_leaves_the_older_one(url: str, tmp_path: Path) -> None:
+def test_a_kill_in_the_middle_of_an_upload_leaves_the_older_one(s3_url: str, tmp_path: Path) -> None:
     import s3fs
 
-    place, files = RemotePlace(url, tmp_path), s3fs.S3FileSystem()
+    place, files = RemotePlace(s3_url, tmp_path), s3fs.S3FileSystem()
     save(place, 10)
-    command = [sys.executable, "-c", KILLED_IN_AN_UPLOAD, url, str(tmp_path)]
+    command = [sys.executable, "-c", KILLED_IN_AN_UPLOAD, s3_url, str(tmp_path)]
     assert subprocess.run(command, timeout=120, env=dict(os.environ)).returncode == -signal.SIGKILL
     begun = [upload["Key"] for upload in files.list_multipart_uploads("runs")]
     assert any("step-00000020.killed/weights.safetensors" in key for key in begun)  # parts were sent
     assert [kept.step for kept in place.kept()] == [10]
     save(place, 15, token="half")
-    files.rm_file(f"{url.removeprefix('s3://')}/step-00000015.half/manifest.json")  # killed just before it
+    files.rm_file(f"{s3_url.removeprefix('s3://')}/step-00000015.half/manifest.json")  # killed just before it
     assert newest([place], print, ALONE)[1].step == 10  # type: ignore[union-attr]
     place.prepare()  # the next session clears away
-    assert {key.partition("/")[0] for key in keys(url)} == {"step-00000010.t"}
+    assert {key.partition("/")[0] for key in keys(s3_url)} == {"step-00000010.t"}
     assert not files.list_multipart_uploads("runs")
 
 
@@ -269,10 +363,10 @@ class Enough(Exception):
     """The machine is gone."""
 
 
-def test_a_run_goes_on_in_an_empty_folder(url: str, recipe_of: Any, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_an_empty_folder(s3_url: str, recipe_of: Any, tmp_path: Path) -> None:
     """Lost with its machine after a save; another machine with nothing but recipe and store ends it alike."""
     settings = ("train.steps=8", "checkpoint.every=2", "train.log_every=1")
-    recipe = recipe_of("pretrain", *settings, f"checkpoint.url={url}")
+    recipe = recipe_of("pretrain", *settings, f"checkpoint.url={s3_url}")
 
     def dies(line: str) -> None:
         if line.startswith("step 5/8"):
@@ -296,7 +390,7 @@ def test_a_run_goes_on_in_an_empty_folder(url: str, recipe_of: Any, tmp_path: Pa
     made = export(tmp_path / "second", tmp_path / "model", checkpoint=6, ema=False, say=lambda _: None)
     earlier = load_file(made / "unet/diffusion_pytorch_model.safetensors")
     assert not all(torch.equal(earlier[name], other[name]) for name in other)
-    another = recipe_of("pretrain", *settings, "optim.lr=0.001", f"checkpoint.url={url}")
+    another = recipe_of("pretrain", *settings, "optim.lr=0.001", f"checkpoint.url={s3_url}")
     with pytest.raises(RecipeError, match=r"optim.lr"):
         train(another, out=tmp_path / "third", console=lambda _: None)
     with pytest.raises(RecipeError, match="another run's checkpoints"):

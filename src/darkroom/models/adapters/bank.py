@@ -397,30 +397,33 @@ class Change:
     """Added to the bias [O], where there is a delta"""
 
     @classmethod
-    def of(cls, layer: Layer | Factors, weight: torch.Tensor, factor: float) -> Change:
-        """The smallest form of a fitted layer's change of a weight, times a factor, in float32."""
+    def of(cls, layer: Layer | Factors, weight: torch.Tensor, factor: float, place: torch.device) -> Change:
+        """The smallest form of a fitted layer's change of a weight, times a factor, in float32.
+
+        `place` is where what needs the weight is computed.
+        """
         if isinstance(layer, Layer):
             up_rO, down_rI = (layer.up.float() * layer.scale).flatten(1).T, layer.down.float().flatten(1)
             if layer.magnitude is None:
                 return cls((down_rI, factor * up_rO))
             if magnitude_side(layer.magnitude, layer.shape) == 0:
-                whole = weight.float() + layer.delta().reshape(weight.shape).to(weight.device)
-                ratio = layer.magnitude.float().flatten().to(weight.device) / whole.flatten(1).norm(dim=1)
-                return cls((down_rI, factor * up_rO.to(weight.device) * ratio), factor * (ratio - 1))
+                whole = weight.to(place, torch.float32) + layer.delta().reshape(weight.shape).to(place)
+                ratio = layer.magnitude.float().flatten().to(place) / whole.flatten(1).norm(dim=1)
+                return cls((down_rI, factor * up_rO.to(place) * ratio), factor * (ratio - 1))
         elif (gain := layer.gain) is not None:
             return cls(gain=factor * gain)
-        delta = factor * layer.to(weight.device).change(weight.float())
+        delta = factor * layer.to(place).change(weight.to(place, torch.float32))
         return cls(delta=delta, bias=None if layer.bias is None else factor * layer.bias.float())
 
-    def cast(self, like: torch.Tensor) -> Change:
-        """In a weight's type, where it lies, in memory of its own.
+    def cast(self, place: torch.device, dtype: torch.dtype) -> Change:
+        """In a weight's type, where its layer computes, in memory of its own.
 
         Where nothing is cast `down` would be the file's own, mapped: it could not be replaced on Windows, and
         written over elsewhere it ends the process.
         """
 
         def moved(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
-            return tensor.to(like.device, like.dtype, copy=copy).contiguous()
+            return tensor.to(place, dtype, copy=copy).contiguous()
 
         return Change(
             None if self.low_rank is None else (moved(self.low_rank[0], copy=True), moved(self.low_rank[1])),
@@ -536,8 +539,8 @@ class Bank:
             for path, layer in fit(adapter, self.model).layers.items():
                 if not (factor := factor_of(path)):
                     continue
-                weight = self._known[path].weight
-                change = Change.of(layer, weight, factor).cast(weight)
+                weight, place = accelerator.weight_of(self._known[path]), self._place(path)
+                change = Change.of(layer, weight, factor, place).cast(place, weight.dtype)
                 if not all(bool(torch.isfinite(t).all()) for t in change.tensors):
                     raise ModelError(
                         f"adapter '{adapter.name}', layer '{path}': too large for {weight.dtype}"
@@ -646,13 +649,17 @@ class Bank:
         layer: Any = self._held[path]
         if layer.bank_down is not None:
             return
-        weight = layer.weight
+        weight, place = accelerator.weight_of(layer), self._place(path)
         outputs, inputs = weight.shape[0], weight.numel() // weight.shape[0]
         with torch.inference_mode(False):
-            nothing = torch.zeros(self.slots + 1, self.max_rank, 1, device=weight.device, dtype=weight.dtype)
+            nothing = torch.zeros(self.slots + 1, self.max_rank, 1, device=place, dtype=weight.dtype)
             layer.bank_up = nothing.repeat(1, 1, outputs)
             layer.bank_down = nothing.repeat(1, 1, inputs)
         layer.bank_rows.changed()
+
+    def _place(self, path: str) -> torch.device:
+        """Where a layer computes, and what adapters add to it has to lie: its weights may wait elsewhere."""
+        return accelerator.computed_on(self.model.modules[path.partition(".")[0]])
 
     def verify(self) -> None:
         """ModelError where something that changed the model since then would pass the bank's layers by."""

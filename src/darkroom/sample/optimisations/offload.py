@@ -29,7 +29,6 @@ from darkroom.hardware.memory import drop_file_pages, file_mappings
 from darkroom.models.adapters.bank import Banked
 from darkroom.models.tensor_file import are_mapped, is_mapped
 from darkroom.sample.optimisations.applied import Applied, ComputeTarget
-from darkroom.sample.prompts import COMPUTED_ON
 
 SMALL_BYTES = 2**18
 """Tensors smaller than this stay on the card: a copy of their own would cost more than it saves."""
@@ -45,6 +44,7 @@ def offload_model(applied: Applied, argument: str) -> None:
     parts = applied.own_all()
     for module in parts.values():
         module.to("cpu")
+        setattr(module, accelerator.COMPUTED_ON, applied.device)
     for name in sorted(parts, key=lambda name: (name == "vae", name == "unet")):  # as they are called
         _, hook = cpu_offload_with_hook(parts[name], applied.device, hook)
 
@@ -133,7 +133,7 @@ class _Ahead:
 
 def _offload(part: nn.Module, device: torch.device, way: _InTurn | _Ahead) -> None:
     """Have a part's large weights wait in main memory but for their layer's call; all else is moved."""
-    setattr(part, COMPUTED_ON, device)
+    setattr(part, accelerator.COMPUTED_ON, device)
     for layer in part.modules():
         names = tuple(n for n, p in layer._parameters.items() if p is not None and p.nbytes >= SMALL_BYTES)
         for name, p in layer._parameters.items():
@@ -154,7 +154,8 @@ def _offload(part: nn.Module, device: torch.device, way: _InTurn | _Ahead) -> No
 
 
 def _stream(layer: nn.Module, names: tuple[str, ...], way: _InTurn | _Ahead) -> None:
-    waiting: dict[str, nn.Parameter | None] = {}
+    waiting = {name: layer._parameters[name] for name in names}
+    setattr(layer, accelerator.AT_HOME, waiting)
 
     def arrive(*_: Any) -> None:
         arrived = way.arrive(layer, names)

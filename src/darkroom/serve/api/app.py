@@ -135,7 +135,7 @@ def make_app(
         open_paths=HEALTH_PATHS if keys is None else OPEN_PATHS,
         platform_paths=() if settings.vertex is None else (settings.vertex.health, settings.vertex.predict),
         traces=core.traces,
-        check=full_queue(core),
+        check=_full_queue(core),
         probe_paths=HEALTH_PATHS if settings.vertex is None else (*HEALTH_PATHS, settings.vertex.health),
     )
     return under(settings.prefix, answering(guard, settings.origins))
@@ -146,7 +146,7 @@ DRAWING_PATHS = ("/jobs", "/v1/images/generations", "/sdapi/v1/txt2img", "/sdapi
 CALLED = re.compile(f"/jobs/({JOB_ID})")
 
 
-def full_queue(core: Core) -> Check:
+def _full_queue(core: Core) -> Check:
     """Refuses requests for pictures while the queue is full, before they are parsed: on a small machine to
     read, check and refuse them one by one takes a good part of what draws."""
 

@@ -250,7 +250,7 @@ def of_validation(errors: Sequence[Any]) -> Refused:
     message = said_of(first).encode("ascii", "replace").decode()[:500]
     codes = {"extra_forbidden": "unknown_field", "missing": "missing_field"}
     code = codes.get(first["type"], "invalid_value")
-    return Refused(422, code, f"{param}: {message}" if param else message, param=param)
+    return Refused(422, code, f"{param or 'the body'}: {message}", param=param)
 
 
 async def json_body(request: Request) -> Any:

@@ -77,8 +77,8 @@ class Library(Shelf):
         wake: Callable[[], None],
         most_bytes: float = math.inf,
     ) -> None:
-        weight = next(bank.model.unet.parameters())  # type: ignore[union-attr]
-        super().__init__(folder, "--adapters", wake, weight.device)
+        place = accelerator.computed_on(bank.model.unet)  # type: ignore[arg-type]
+        super().__init__(folder, "--adapters", wake, place)
         self.bank, self._metrics = bank, metrics
         self.most_bytes = most_bytes
         """What differences as large as layers may take, in slots and staged."""

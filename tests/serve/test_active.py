@@ -1,0 +1,303 @@
+"""Who is let in, to the picture, the byte and the second; jobs in memory as they come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from typing import Any, cast
+
+import pytest
+
+from darkroom.serve.engine.loop import Admission
+from darkroom.serve.engine.tickets import EngineJob, Listener, Loop, Shape, Ticket
+from darkroom.serve.jobs import active
+from darkroom.serve.jobs.active import (
+    WORKED_ON,
+    Backlog,
+    Bench,
+    Intake,
+    Live,
+    Lives,
+    Rates,
+    over_quota,
+    owner,
+)
+from darkroom.serve.jobs.admission import new_record
+from darkroom.serve.jobs.store import OverQuota
+from darkroom.serve.metrics import Metrics
+from darkroom.serve.request import PictureRequest, Refused, Uploads
+from darkroom.serve.settings import Limits
+
+
+class Waiting:
+    """Pictures that wait, by key: a second's work each, drawn one by one each `pace_s`."""
+
+    def __init__(self, pace_s: float = 1.0, **of: int) -> None:
+        self.pace_s, self.of = pace_s, of
+
+    def waiting(self, key: str | None = None) -> int:
+        return sum(self.of.values()) if key is None else self.of.get(key, 0)
+
+    def waiting_work(self) -> dict[str, float]:
+        return {key: float(num) for key, num in self.of.items() if num}
+
+    def seconds_for(self, cost: float) -> float:
+        return cost
+
+    def admissions(self) -> list[Admission]:
+        keys = [key for key, num in self.of.items() for _ in range(num)]
+        return [Admission(key, 1.0, (i + 1) * self.pace_s) for i, key in enumerate(keys)]
+
+
+def room(intake: Intake, pool: Any, key: str, num: int = 1, **more: Any) -> Refused | None:
+    try:
+        intake.check_room(pool, key, num, **more)
+    except Refused as refused:
+        return refused
+    return None
+
+
+def work(intake: Intake, pool: Any, key: str, cost: float, **more: Any) -> Refused | None:
+    try:
+        intake.check_work(pool, key, 1, cost, **more)
+    except Refused as refused:
+        return refused
+    return None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(active.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_rate_is_told_and_a_refusal_takes_nothing() -> None:
+    rates = Rates(12.0, {"quick": 120.0})
+    rates.take("a", 0.0, num=2)
+    for at_s, left_s in ((0.0, 5.0), (1.0, 4.0), (4.5, 0.5)):
+        with pytest.raises(Refused, match="at most 12 jobs a minute with key 'a'") as caught:
+            rates.take("a", at_s)
+        assert caught.value.retry_after_s == pytest.approx(left_s)
+    rates.take("a", 5.0)
+    with pytest.raises(Refused):
+        rates.take("a", 5.0)
+    for _ in range(20):
+        rates.take("quick", 0.0)
+    with pytest.raises(Refused, match="at most 120 jobs a minute") as caught:
+        rates.take("quick", 0.0)
+    assert caught.value.retry_after_s == pytest.approx(0.5)
+
+
+def test_more_than_ever_lie_ready_are_lent_once() -> None:
+    rates = Rates(12.0)
+    rates.take("a", 0.0, num=5)  # two lie ready: three are owed
+    with pytest.raises(Refused) as caught:
+        rates.take("a", 0.0, num=5)
+    assert caught.value.retry_after_s == pytest.approx((2 + 3) / 0.2)
+    rates.take("a", 25.0, num=2)
+
+
+def test_owners_are_named_where_there_are_keys() -> None:
+    assert owner("mine") == " with key 'mine'"
+    assert owner("") == owner(active.ANONYMOUS) == " in all"
+
+
+def test_a_days_quota_is_over_at_midnight() -> None:
+    refused = over_quota(OverQuota(5, 4), "mine")
+    assert (refused.status, refused.code) == (429, "quota")
+    assert "at most 5 pictures a day with key 'mine'; 4 of today are used" in str(refused)
+    assert refused.retry_after_s is not None
+    assert 0 < refused.retry_after_s <= 86_400
+    off_s = (time.time() + refused.retry_after_s) % 86_400
+    assert min(off_s, 86_400 - off_s) < 60
+
+
+def test_what_is_written_down_and_what_other_servers_have_takes_places(clock: list[float]) -> None:
+    intake, pool = Intake(Limits(queue=8, queue_per_key=8)), Waiting(c=2)
+    backlog = Backlog(Counter(b=1), {}, 1)
+    with intake.reserved("a", 3):
+        assert room(intake, pool, "d", 2, backlog=backlog) is None
+        assert intake.has_place(pool, "d", 2, backlog)
+        assert not intake.has_place(pool, "d", 3, backlog)
+        refused = room(intake, pool, "d", 3, backlog=backlog)
+        assert "6 pictures wait already" in str(refused)
+    assert room(intake, pool, "d", 5, backlog=backlog) is None
+    assert room(intake, pool, "d", 6, backlog=backlog) is not None
+
+
+def test_a_keys_own_places_are_counted_apart(clock: list[float]) -> None:
+    intake, pool = Intake(Limits(queue=50, queue_per_key=6)), Waiting(a=2, b=1)
+    backlog = Backlog(Counter(a=1), {}, 1)
+    with intake.reserved("a", 2):
+        assert intake.has_place(pool, "a", 1, backlog)
+        assert "5 pictures wait already with key 'a'" in str(room(intake, pool, "a", 2, backlog=backlog))
+        assert intake.has_place(pool, "b", 5, backlog)
+        assert not intake.has_place(pool, "b", 6, backlog)
+
+
+def test_no_place_is_held_for_a_key_whose_jobs_fill_its_queue(clock: list[float]) -> None:
+    intake, pool = Intake(Limits(queue=8, queue_per_key=4)), Waiting(mine=4, other=4)
+    refused = room(intake, pool, "mine", digest="first")
+    assert refused is not None
+    clock[0] += 1.0
+    pool.of = {"mine": 2, "other": 3}
+    with intake.reserved("mine", 2):
+        assert intake.has_place(pool, "third", 1)
+    pool.of = {"mine": 2, "other": 5}
+    assert not intake.has_place(pool, "third", 1), "the control: one is held"
+    assert intake.has_place(pool, "mine", 1, digest="first")
+
+
+def test_times_go_on_beyond_what_waits(clock: list[float]) -> None:
+    """Two seconds a picture, and eight of them: the ninth who is refused comes after the queue has gone."""
+    intake, pool = Intake(Limits(queue=8, queue_per_key=8)), Waiting(2.0, mykey=8)
+    key = "".join(("my", "key"))  # as from a request: no other's very string
+    told = [room(intake, pool, key, digest=str(i)) for i in range(11)]
+    assert [one and one.retry_after_s for one in told] == [2.0 * (i + 1) for i in range(11)]
+
+
+def test_work_is_told_when_enough_of_it_is_gone(clock: list[float]) -> None:
+    intake, pool = Intake(Limits(queue_s=8.0, queue=256, queue_per_key=256)), Waiting(2.0, mykey=8)
+    key = "".join(("my", "key"))
+    refused = work(intake, pool, key, 3.0, digest="a")
+    assert "work of 8 s waits already, and this is 3 s; at most 8 s may wait" in str(refused)
+    assert refused is not None
+    assert refused.retry_after_s == 6.0  # three of the eight seconds, two seconds each
+    again = work(intake, pool, key, 3.0, digest="b")
+    assert again is not None
+    assert again.retry_after_s == 12.0
+    beyond = work(intake, pool, key, 3.0, digest="c")
+    assert beyond is not None
+    assert beyond.retry_after_s == 16.0 + 1.0  # a second's work beyond what waits
+    pool.of = {"mykey": 5}
+    assert work(intake, pool, key, 3.0, digest="d") is None
+    assert work(intake, pool, key, 3.5, digest="d") is not None
+
+
+def test_a_third_of_the_seconds_is_held_for_who_is_due(clock: list[float]) -> None:
+    intake, pool = Intake(Limits(queue_s=8.0, queue=256, queue_per_key=256)), Waiting(a=8)
+    assert work(intake, pool, "a", 1.0, digest="first") is not None
+    clock[0] += 1.0
+    for waits, held in ((4, False), (5, True), (7, True)):
+        pool.of = {"a": waits}
+        assert (work(intake, pool, "b", 1.0) is not None) == held
+        assert work(intake, pool, "a", 1.0, digest="first") is None, "its own place"
+
+
+def test_other_servers_work_counts_by_how_many_draw_it(clock: list[float]) -> None:
+    intake, pool = Intake(Limits(queue_s=8.0, queue=256, queue_per_key=256)), Waiting(a=2)
+    for servers, fits in ((1, False), (2, True)):
+        backlog = Backlog(Counter(), {"a": 1.0, "b": 6.0}, 3, servers=servers)
+        assert (work(intake, pool, "a", 2.0, backlog=backlog) is None) == fits
+
+
+def live_of(name: str, cost: int = 1, uploads: Uploads | None = None) -> Live:
+    """A job of one picture."""
+    request, shape = PictureRequest(prompt="a"), Shape(cost, 1, 1, 1)
+    job = EngineJob(name, "key", request, shape, cast(Listener, None), uploads)
+    return Live(new_record(name, "s", "key", f"id-{name}", "d", request, shape), job)
+
+
+def upload_of(num_bytes: int) -> Uploads:
+    return Uploads(b"x" * num_bytes)
+
+
+def uploads_refused(intake: Intake, pool: Any, lives: Lives, uploads: Uploads | None) -> Refused | None:
+    try:
+        intake.check_uploads(pool, lives, uploads)
+    except Refused as refused:
+        return refused
+    return None
+
+
+def test_bytes_of_pictures_that_came_with_jobs_are_counted_once() -> None:
+    intake, pool, lives = Intake(Limits(uploads_bytes=2000)), Waiting(), Lives(Loop(), Metrics())
+    large = upload_of(5000)
+    assert uploads_refused(intake, pool, lives, large) is None, "one job's never are too many"
+    with intake.reserved("a", 1):
+        assert uploads_refused(intake, pool, lives, large) is None, "one that brings none takes no bytes"
+    first, second = upload_of(1200), upload_of(600)
+    for name, cost, one in (("a", 4, first), ("b", 6, second), ("c", 8, None), ("d", 16, second)):
+        lives.add(live_of(name, cost, one))
+    assert lives.uploads() == {id(first): 1200, id(second): 600}
+    costs = [live.work.shape.whole_cost for live in lives]
+    assert uploads_refused(intake, pool, lives, first) is None
+    assert uploads_refused(intake, pool, lives, None) is None
+    assert uploads_refused(intake, pool, lives, upload_of(200)) is None
+    refused = uploads_refused(intake, pool, lives, upload_of(201))
+    assert "pictures of 1800 bytes that came with jobs wait already; at most 2000 may" in str(refused)
+    assert refused is not None
+    assert refused.retry_after_s == costs[0], "when the first job is over"
+    more = uploads_refused(intake, pool, lives, upload_of(1401))
+    assert more is not None
+    assert more.retry_after_s == sum(costs[:2]) != costs[0], "when two are"
+    with intake.reserved("a", 1, upload_of(100)):
+        assert uploads_refused(intake, pool, lives, upload_of(100)) is None
+        assert uploads_refused(intake, pool, lives, upload_of(101)) is not None
+    assert uploads_refused(intake, pool, lives, upload_of(101)) is None
+
+
+def test_jobs_are_found_until_they_are_forgotten() -> None:
+    lives, gone = Lives(Loop(), Metrics()), list[EngineJob]()
+    lives.forgotten = gone.append
+    one, other = live_of("a"), live_of("b")
+    lives.add(one)
+    lives.add(other)
+    assert (len(lives), list(lives)) == (2, [one, other])
+    assert lives.get("a") is lives.find("key", "id-a") is one
+    assert lives.find("other", "id-a") is None
+    lives.forget(one)
+    assert (len(lives), gone, one.ended.is_set(), other.ended.is_set()) == (1, [one.work], True, False)
+    assert lives.get("a") is lives.find("key", "id-a") is None
+
+
+def test_places_are_looked_up_once_a_tick(clock: list[float]) -> None:
+    class Places(Waiting):
+        found: dict[Ticket, int]
+
+        def places(self) -> dict[Ticket, int]:
+            return dict(self.found)
+
+    lives, pool = Lives(Loop(), Metrics()), Places()
+    one, begun = live_of("a"), live_of("b")
+    begun.work.started_s = 1.0
+    pool.found = {one.work.tickets[0]: 3, begun.work.tickets[0]: 0}
+    assert (lives.place(one, pool), lives.place(begun, pool)) == (3, None)  # type: ignore[arg-type]
+    pool.found[one.work.tickets[0]] = 2
+    assert lives.place(one, pool) == 3  # type: ignore[arg-type]
+    clock[0] += active.TICK_S * 1.01
+    assert lives.place(one, pool) == 2  # type: ignore[arg-type]
+
+
+def test_who_waits_on_a_connection_is_not_put_off() -> None:
+    lives, one, begun = Lives(Loop(), Metrics()), live_of("a"), live_of("b")
+    begun.work.started_s = 1.0
+    assert (lives.may_wait(one), lives.may_wait(begun)) == (True, False)
+    with lives.attended(one.record):  # type: ignore[arg-type]
+        assert not lives.may_wait(one)
+    assert lives.may_wait(one)
+
+
+def test_a_key_has_so_many_requests_on_the_bench_and_no_more() -> None:
+    async def scenario() -> None:
+        bench, gate = Bench(Limits(rate_per_minute=1e6)), threading.Event()
+        waiting = [asyncio.create_task(bench.do("a", gate.wait)) for _ in range(WORKED_ON)]
+        await asyncio.sleep(0)
+        with pytest.raises(Refused, match=f"{WORKED_ON} requests wait already .*with key 'a'"):
+            await bench.do("a", gate.wait)
+        other = asyncio.create_task(bench.do("b", lambda: "b"))
+        gate.set()
+        assert await other == "b"
+        assert await asyncio.gather(*waiting) == [True] * WORKED_ON
+        gate.clear()
+        last = [asyncio.create_task(bench.do("a", gate.wait)) for _ in range(WORKED_ON)]
+        await asyncio.sleep(0)
+        assert not bench.close()
+        gate.set()
+        await asyncio.gather(*last, return_exceptions=True)
+        assert bench.close()
+
+    asyncio.run(scenario())
