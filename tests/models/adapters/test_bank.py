@@ -317,6 +317,24 @@ def test_of_two_rows_the_one_without_adapters_keeps_its_bits(tiny: Model, model:
     assert (out[1] - plain[1]).abs().max() > APART
 
 
+def test_rows_with_adapters_are_rounded_in_bf16_as_in_a_batch_of_their_own(tiny: Model) -> None:
+    """Of linear layers alone: a product and its sum are rounded once, whoever shares the batch."""
+    half = copy.deepcopy(tiny).to(dtype=torch.bfloat16)
+    bank = Bank(half, slots=1, max_rank=4)
+    bank.load(1, made(tiny, 1, where=lambda path: path.endswith("attn1.to_q")))
+    layer = next(module for path, module in half.unet.named_modules() if path.endswith("attn1.to_q"))  # type: ignore[union-attr]
+    x = torch.randn(4, 16, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def outs(rows: list[Choice]) -> torch.Tensor:
+        told = bank.lay_out(rows, "cpu")
+        with torch.no_grad(), bank.applied("unet", told[SLOTS], told[WEIGHTS]):
+            return layer(x)
+
+    mixed, own = outs([[(1, 1.0)], [], [(1, 1.0)], []]), outs([[(1, 1.0)]] * 4)
+    assert torch.equal(mixed[0::2], own[0::2])
+    assert not torch.equal(mixed[1::2], own[1::2]), "the control: rows without it"
+
+
 def test_calls_of_a_sealed_bank_have_one_shape(tiny: Model, model: Model) -> None:
     bank = Bank(model, slots=2, max_rank=4, most_a_row=3)
     one, two = made(tiny, 1), made(tiny, 2)

@@ -287,9 +287,7 @@ class Banked:
             return _add_to_rows(self, x, out, down_BsI, up_BsO, rows)
         if slots_BK.shape[0] != x.shape[0]:
             down_BsI, up_BsO = (t.expand(x.shape[0], -1, -1) for t in (down_BsI, up_BsO))
-        if isinstance(self, nn.Conv2d):
-            return out + _conv_product(self, x, down_BsI, up_BsO).reshape(out.shape)
-        return _add_linear(x, out, down_BsI, up_BsO)
+        return _add(self, x, out, down_BsI, up_BsO)
 
 
 def _gained(layer: Any, out: torch.Tensor, gain_BO: torch.Tensor) -> torch.Tensor:
@@ -324,9 +322,12 @@ def _add_dense(
     return out + weighted if dense.places is None else out.index_add(0, dense.places, weighted)
 
 
-def _add_linear(
-    x: torch.Tensor, out: torch.Tensor, down_BsI: torch.Tensor, up_BsO: torch.Tensor
+def _add(
+    layer: Any, x: torch.Tensor, out: torch.Tensor, down_BsI: torch.Tensor, up_BsO: torch.Tensor
 ) -> torch.Tensor:
+    """An output with each row's own product added."""
+    if isinstance(layer, nn.Conv2d):
+        return out + _conv_product(layer, x, down_BsI, up_BsO).reshape(out.shape)
     x_BLI = x.reshape(x.shape[0], -1, x.shape[-1])
     out_BLO = out.reshape(x.shape[0], -1, out.shape[-1])
     h_BLs = torch.bmm(x_BLI, down_BsI.transpose(1, 2))
@@ -343,17 +344,12 @@ def _add_to_rows(
     up_BsO: torch.Tensor,
     rows: torch.Tensor,
 ) -> torch.Tensor:
-    """An output with the products of the rows that have adapters added to these alone."""
-    mine = x[rows]
-    if isinstance(layer, nn.Conv2d):
-        added = _conv_product(layer, mine, down_BsI, up_BsO)
-    else:
-        h_BLs = torch.bmm(mine.reshape(len(mine), -1, x.shape[-1]), down_BsI.transpose(1, 2))
-        added = torch.bmm(h_BLs, up_BsO)
-    added = added.reshape(len(mine), *out.shape[1:])
+    """An output with the products of the rows that have adapters added to these alone, rounded as often as in
+    a batch of nothing else."""
+    mine = _add(layer, x[rows], out[rows], down_BsI, up_BsO)
     if torch.is_grad_enabled():
-        return out.index_add(0, rows, added)
-    return out.index_add_(0, rows, added)  # the layer's own output: nobody else has it
+        return out.index_copy(0, rows, mine)
+    return out.index_copy_(0, rows, mine)  # the layer's own output: nobody else has it
 
 
 def _conv_product(
