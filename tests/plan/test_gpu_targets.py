@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from darkroom.cli import app
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8")
-INTERVAL = re.compile(r"[\d.,]+ \([\d.,]+ to [\d.,]+\)")
+INTERVAL = re.compile(r"[\d.,]+ (?:GB )?\([\d.,]+ to [\d.,]+\)")
 LEAST = 4
 
 
@@ -39,6 +39,7 @@ def test_the_targets_name_the_plan_s_own_figures():
     figures = [figure for cell in table for figure in INTERVAL.findall(cell)]
     assert len(figures) >= LEAST
     assert [figure for figure in figures if figure not in told] == []
+    assert not [cell for cell in table if not cell.strip()], "a target without an interval says why"
 
 
 @pytest.mark.nightly

@@ -8,8 +8,14 @@ from typing import Any, cast
 import pytest
 import torch
 
+from cpu_graphs import Captured
+from darkroom import models, sample
+from darkroom.sample.backends.backend import torch_backend
+from darkroom.sample.optimisations.applied import Applied
+from darkroom.sample.optimisations.compiled import cuda_graphs
 from darkroom.serve.engine import loader
-from darkroom.serve.engine.loader import rows_for_time
+from darkroom.serve.engine.batch import padded
+from darkroom.serve.engine.loader import PAD_TO, first_job, rows_for_time
 
 
 def backend(kind: str) -> Any:
@@ -38,3 +44,26 @@ def test_a_server_on_a_cpu_times_a_step(run_core, monkeypatch) -> None:
     monkeypatch.setattr(loader, "STEP_S", 1e-6)
     assert run_core(capacity_of, capacity=None) == 2
     assert run_core(capacity_of, capacity=24) == 24, "what is asked for is taken"
+
+
+def test_sizes_that_are_declared_are_captured_before_the_first_job(monkeypatch) -> None:
+    """Whatever rows share a step of one of them afterwards: with --pad no batch is another shape."""
+    captured, model = Captured(monkeypatch), models.create("tiny")
+    applied = Applied(model, torch.device("cpu"))
+    cuda_graphs(applied, "")
+    backend = torch_backend(applied)
+    engine: Any = SimpleNamespace(unet=padded(backend.unet, PAD_TO), capacity=8)
+    settings: Any = SimpleNamespace(warm_sizes=("32x32", "64x32"), pad=True)
+    loader._warm_sizes(settings, model, backend, engine)
+    assert len(captured.graphs) == len([1, 2, 4, 8]) + len([1, 2, 4])
+
+    def step(size: tuple[int, int], *guidance: float) -> int:
+        """Graphs that a step of such pictures captures."""
+        before = len(captured.graphs)
+        jobs = [first_job(model, backend, guidance=scale, size=size) for scale in guidance]
+        sample.advance(engine.unet, [job.row(0) for job in jobs])
+        return len(captured.graphs) - before
+
+    assert [step((32, 32), *scales) for scales in ((1.0,), (5.0,), (1.0, 5.0), (5.0, 5.0, 5.0))] == [0] * 4
+    assert step((64, 32), 5.0, 1.0) == 0
+    assert step((32, 64), 5.0) == 1, "the control: a size that was not declared"

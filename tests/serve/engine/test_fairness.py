@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from darkroom.serve.engine.fairness import Entry, FairQueue, PendingPicture, Room, Shares, admitted_after
+from darkroom.serve.engine.fairness import Entry, FairQueue, LoadLimit, PendingPicture, Shares, admitted_after
 
 
 def served(queue: FairQueue, count: int) -> list[Entry]:
@@ -249,8 +249,8 @@ def stepped_in_turn(drawn, waiting, capacity, calls):
     for one in drawn:
         begin(one)
     while left:
-        room = Room(loads, capacity, calls)
-        while (first := next((at for at in left if room.admits(at[1].size, at[1].load)), None)) is not None:
+        limit = LoadLimit(loads, capacity, calls)
+        while (first := next((at for at in left if limit.admits(at[1].size, at[1].load)), None)) is not None:
             left.remove(first)
             times[first[0]] = now_s
             begin(first[1])
@@ -295,8 +295,8 @@ def test_the_times_told_are_those_at_which_steps_in_turn_admit(seed):
 
 def test_a_large_picture_that_waits_for_another_keeps_no_small_one_out():
     loads = {1024: 16.0}
-    room = Room(loads, 8.0, 3)
-    assert not room.admits(1024, 16.0)
-    assert room.admits(256, 0.5)
+    limit = LoadLimit(loads, 8.0, 3)
+    assert not limit.admits(1024, 16.0)
+    assert limit.admits(256, 0.5)
     waits = [PendingPicture(1024, 50, 16.0, 16.0), PendingPicture(256, 2, 0.5, 0.5)]
     assert admitted_after([PendingPicture(1024, 50, 16.0, 16.0)], waits, 8.0, 3, 1.0) == [801.0, 0.0]

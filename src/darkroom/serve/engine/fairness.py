@@ -31,7 +31,7 @@ Admits = Callable[[Entry], bool]
 
 
 def _any_entry(entry: Entry) -> bool:
-    """Room for all."""
+    """LoadLimit for all."""
     return True
 
 
@@ -163,7 +163,7 @@ class _KeyFlow:
         return _KeyFlow(self.quantum, {priority: ring.copy() for priority, ring in self.rings.items()})
 
 
-class Room:
+class LoadLimit:
     """Which pictures fit beside `loads`, by size, that are there and that the owner keeps up to date.
 
     Each size takes a load of `capacity`, all of them `calls` times that; a picture alone always fits. For one
@@ -216,7 +216,7 @@ def admitted_after(
     calls: int,
     work_per_s: float,
 ) -> list[float]:
-    """After how many seconds each of those waiting, in their order, will be admitted, as `Room` has it.
+    """After how many seconds each of those waiting, in their order, will be admitted, as `LoadLimit` has it.
 
     The size whose pictures had the least time each is stepped next, so all that are on their way get the same
     work a second, and a small one is over while a large one takes few steps.
@@ -236,8 +236,8 @@ def admitted_after(
     for one in drawn:
         begin(one)
     while lines:
-        room = Room(there, capacity, calls)
-        while (first := _first_that_fits(lines, waiting, room)) is not None:
+        limit = LoadLimit(there, capacity, calls)
+        while (first := _first_that_fits(lines, waiting, limit)) is not None:
             size = waiting[first].size
             times[lines[size].popleft()] = now_s
             begin(waiting[first])
@@ -256,10 +256,10 @@ def admitted_after(
 
 
 def _first_that_fits(
-    lines: Mapping[Hashable, deque[int]], waiting: Sequence[PendingPicture], room: Room
+    lines: Mapping[Hashable, deque[int]], waiting: Sequence[PendingPicture], limit: LoadLimit
 ) -> int | None:
     heads = sorted(line[0] for line in lines.values())
-    return next((head for head in heads if room.admits(waiting[head].size, waiting[head].load)), None)
+    return next((head for head in heads if limit.admits(waiting[head].size, waiting[head].load)), None)
 
 
 class FairQueue:

@@ -343,11 +343,12 @@ def _warm_sizes(settings: ServeSettings, model: Model, backend: Backend, engine:
         size = options.parse_size(text)
         share = size[0] * size[1] / model.sample_size**2
         most = max(2, int(engine.capacity / share))
-        job = first_job(model, backend, guidance=2.0, size=size)
-        # A guided picture is two rows.
-        for rows in [rows for rows in PAD_TO if 2 <= rows <= most and rows % 2 == 0] if settings.pad else [2]:
+        guided, alone = (first_job(model, backend, guidance=scale, size=size) for scale in (2.0, 1.0))
+        for rows in [rows for rows in PAD_TO if rows <= most] if settings.pad else [2]:
             start = time.perf_counter()
-            sample.advance(engine.unet, [job.row(0) for _ in range(rows // 2)])
+            # A guided picture is two rows.
+            pictures = [alone.row(0)] if rows == 1 else [guided.row(0) for _ in range(rows // 2)]
+            sample.advance(engine.unet, pictures)
             LOG.info("ready for %s, %d rows: %.1f s", text, rows, time.perf_counter() - start)
 
 

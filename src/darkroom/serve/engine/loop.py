@@ -26,7 +26,7 @@ from darkroom.sample.backends.backend import Backend
 from darkroom.sample.control import ControlledUnet
 from darkroom.sample.denoise import Unet, tensors_in
 from darkroom.serve.engine.batch import Aside, Between, Bucket, Stepped, Steps, bucket_of, padded
-from darkroom.serve.engine.fairness import Admits, Entry, FairQueue, PendingPicture, Room, admitted_after
+from darkroom.serve.engine.fairness import Admits, Entry, FairQueue, LoadLimit, PendingPicture, admitted_after
 from darkroom.serve.engine.fixed_shapes import FixedDecode, FixedRows, FixedShapes
 from darkroom.serve.engine.runner import Studio
 from darkroom.serve.engine.tickets import GLANCE, EngineJob, Preview, Shape, Ticket, png_of
@@ -316,7 +316,7 @@ class Engine:
 
     def _room(self) -> Admits:
         """Tells which pictures fit, and for as long as a job is under suspicion, of that job alone."""
-        room = Room(self._loads, self.capacity, FULL_CALLS)
+        limit = LoadLimit(self._loads, self.capacity, FULL_CALLS)
         self._suspects = [work for work in self._suspects if not work.over]
         suspect = self._suspects[0] if self._suspects else None
 
@@ -326,7 +326,7 @@ class Engine:
                 mine = entry.item.work is suspect
                 if not mine or (suspect.started_s is None and self.load > 0):
                     return False
-            return room.admits(entry.size, _load_of(entry, self.own_pixels))
+            return limit.admits(entry.size, _load_of(entry, self.own_pixels))
 
         return admits
 
