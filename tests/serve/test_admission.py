@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -289,14 +290,16 @@ def test_a_prompts_texts_may_have_256_parts_together(small: models.Model) -> Non
     message = "17 texts to encode; allowed: 256 parts of the encoder's length"
     assert said(check_texts, small, prompt(16)) == (422, "over_limit", f"prompt: {message}", "prompt")
 
-    def negative(last: int) -> PictureRequest:
+    def negative(last: int, steps: int | None = 16) -> PictureRequest:
         """Another text at each of 16 steps, and the prompt of nothing."""
         texts = [*(parts(i, 16) for i in range(15)), parts(15, last)]
         changing = "".join(
             f"[{text}::{i + 1}]" if not i else f"[[{text}::{i + 1}]:{i}]" for i, text in enumerate(texts)
         )
-        return asked(negative=changing, weighting="a1111", steps=16)
+        return asked(negative=changing, weighting="a1111", steps=steps)
 
+    assert said(check_texts, small, negative(16, steps=15)) is None  # the last is never read
+    assert said(check_texts, small, negative(15, steps=None)) is None
     assert said(check_texts, small, negative(15)) is None
     assert said(check_texts, small, negative(16)) == (422, "over_limit", f"negative: {message}", "negative")
 
@@ -444,6 +447,14 @@ def test_the_field_that_a_mistake_is_about_is_named(
     assert (error.status, error.code, error.param) == (422, "invalid_value", param)
 
 
+def test_a_mistake_of_the_models_own_is_about_no_field(small: models.Model) -> None:
+    odd = replace(small, scheduler={**small.scheduler, "thresholding": "odd"})
+    error = refused(check_shape, odd, asked(), Limits())
+    assert error is not None
+    assert (error.status, error.code, error.param) == (422, "invalid_value", None)
+    assert error.message.startswith("the model's scheduler sets thresholding to odd")
+
+
 def test_what_goes_with_a_picture_alone_is_refused_without_one(small: models.Model) -> None:
     image, mask = Image.new("RGB", (32, 32)), Image.new("L", (32, 32), 255)
     part = {"only_masked": 4}
@@ -482,7 +493,7 @@ def test_sides_and_work_are_said_with_their_bounds(small: models.Model) -> None:
         assert said(check_shape, small, asked(**side), Limits(side_pixels=63)) == over
     # 32 x 32 pixels in 4 steps
     start = "pixels x U-Net calls x pictures (guidance counts twice): "
-    for num, work, field in ((1, 4096, "width"), (3, 12288, "num")):
+    for num, work, field in ((1, 4096, "width"), (2, 8192, "num")):
         assert said(check_shape, small, asked(num=num), Limits(work=work)) is None
         message = f"{start}{float(work):.4g}, at most {float(work - 1):.4g}"
         assert said(check_shape, small, asked(num=num), Limits(work=work - 1)) == (
@@ -541,6 +552,10 @@ def test_a_digest_is_of_all_that_was_said_and_stays() -> None:
     first = "ba498ef75e533c5dddae9ab09366e914bd63640dcf1a991a46caf04fc4096a52"
     assert digest_of(plain, None) == first
     assert digest_of(plain, None, [plain]) == first
+    spelt = '{"prompt": "a horse", "steps": 4, "seed": 1, "variation_strength": 0.0, "hires": null}'
+    assert digest_of(PictureRequest.model_validate_json(spelt), None) == first
+    steered = plain.model_copy(update={"controls": (ControlChoice(net="edges"),)})
+    assert digest_of(steered, None) == "fec0ecef7b2991bff246ee2050725e4df8aa55d37ad2d84c7b396f21b4119d48"
     told: list[dict[str, Any]] = [
         {"hires": {"scale": 2.0}},
         {"model": "other"},
@@ -647,6 +662,7 @@ def test_an_upscaler_is_called_by_its_own_name(tmp_path: Path) -> None:
     for name in ("latent", "lanczos", "soft"):
         assert check(name) is None
     assert said(check_upscaler, asked(), upscalers) is None
-    assert check("SOFT") == (422, "unknown_upscaler", "hires: it is called soft", "hires")
+    for name in ("SOFT", "soft "):
+        assert check(name) == (422, "unknown_upscaler", "hires: it is called soft", "hires")
     message = "hires: no upscaler 'hard' here; allowed: soft; or latent, lanczos"
     assert check("hard") == (422, "unknown_upscaler", message, "hires")
