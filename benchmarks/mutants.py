@@ -215,6 +215,14 @@ EQUIVALENT = {
         "if (getattr(request, name) or 1) + request.num - 1 > MAX_SEED:",
     ): "without a seed, or with 0, no number of pictures comes near the largest one",
     (
+        "serve/jobs/admission.py",
+        '("height", request.height or 1, limits.side_pixels, "pixels"),',
+    ): "no server's bound of a side is below 8",
+    (
+        "serve/jobs/admission.py",
+        'return [one for one in MAPS if one is not "canny" or find_spec("cv2") is not None]',
+    ): "a name that is written as such is one object in every module",
+    (
         "serve/engine/fairness.py",
         "self._quantum = [ -1.0]",
     ): "the first picture's cost, which is above 0, takes its place before it is read",

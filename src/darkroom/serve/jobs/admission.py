@@ -201,7 +201,7 @@ def check_load(model: Model, shape: Shape, largest: float) -> None:
     for param, one in (("width", shape), ("hires", shape.larger)):
         if one is None or one.load(own**2) <= largest:
             continue
-        most = int(largest / one.evaluations * own**2)
+        most = int(largest / one.row_cost * own**2)
         side = int(math.sqrt(most) / model.size_unit) * model.size_unit
         guided = " with guidance" if one.evaluations > 1 else ""
         if one.evaluations > 2:
