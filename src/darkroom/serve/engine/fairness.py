@@ -31,7 +31,7 @@ Admits = Callable[[Entry], bool]
 
 
 def _any_entry(entry: Entry) -> bool:
-    """LoadLimit for all."""
+    """All fit."""
     return True
 
 
