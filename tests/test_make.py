@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import importlib.util
 import os
 import re
 import shutil
@@ -20,15 +19,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from needs import missing
+from scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "requirements.lock"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
-_spec = importlib.util.spec_from_file_location("darkroom_make", ROOT / "make.py")
-make = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(make)
+make = load_script("make.py")
 
 
 def program(folder: Path, name: str, prints: str, code: int = 0) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,19 +10,12 @@ import pytest
 from PIL import Image
 
 from darkroom import models
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "finetune" / "against_diffusers.py"
+from scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("against_diffusers", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/finetune/against_diffusers.py")
 
 
 @pytest.fixture

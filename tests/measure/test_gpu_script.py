@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,15 +10,16 @@ import sys
 import zipfile
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
-import make
 import psutil
 import pytest
 
 import warm
 from darkroom.measure.timing import append_csv, read_csv
+from scripts import load_script
 
+make = load_script("make.py")
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 STUB = """
 import json, sys, time
@@ -39,24 +39,14 @@ PathFinder.find_spec = lambda name, *more: None if name.partition(".")[0] in abs
 """
 
 
-def opened(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def gpu():
-    return opened("gpu")
+    return load_script("benchmarks/gpu.py")
 
 
 @pytest.fixture(scope="module")
 def cases():
-    return opened("gpu_cases")
+    return load_script("benchmarks/gpu_cases.py")
 
 
 def test_a_crash_and_a_hang_end_their_case_alone(gpu, tmp_path):

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "portability.py"
+from scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def portability() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("portability", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["portability"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/portability.py")
 
 
 @pytest.mark.parametrize(

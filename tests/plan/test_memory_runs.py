@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 from darkroom.errors import RecipeError
 from darkroom.recipe import make_recipe
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "plan" / "memory_runs.py"
+from scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("memory_runs", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/plan/memory_runs.py")
 
 
 def test_every_case_is_a_recipe_of_its_own(script, tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -25,6 +24,7 @@ from darkroom.recipe import make_recipe
 from darkroom.train import setup as job
 from darkroom.train.jobs import Pinned
 from darkroom.train.setup import make_job
+from scripts import load_script
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "plan" / "memory.py"
 HEAVY = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -218,11 +218,7 @@ def test_an_adapters_frozen_text_encoder_is_halved_on_a_gpu(
 @pytest.mark.parametrize("samples", [False, True], ids=["latents", "samples"])
 def test_a_real_run_takes_what_is_planned(samples: bool) -> None:
     """In a process of its own, each freed block given back; `benchmarks/plan/memory-cpu.csv` has the rows."""
-    spec = importlib.util.spec_from_file_location("memory_benchmark", BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
+    benchmark = load_script("benchmarks/plan/memory.py")
     [name] = [name for name in benchmark.SMALL if name.startswith("a run") and ("samples" in name) == samples]
     predicted = benchmark.predict(*benchmark.SMALL[name])["predicted"]
     run = [sys.executable, str(BENCHMARK), "--one", "measure", name]

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 import warm
-
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "kill_matrix.py"
+from scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("kill_matrix", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/kill_matrix.py")
 
 
 @pytest.mark.nightly

@@ -33,27 +33,25 @@ if TYPE_CHECKING:
     from darkroom.recipe.sections import TinyVaeSettings
 
 
-def _unit_pixels(columns: Columns, device: torch.device) -> dict[str, Tensor]:
-    """Pixels [B, 3, H, W] in [-1, 1], and the noise of the posterior [B, C, h, w]."""
-    pixels_B3HW = to_device(columns["pixels"], device).float() / 127.5 - 1.0
-    return {"pixels": pixels_B3HW, "posterior": to_device(columns["posterior"], device)}
-
-
 def _decibels(out_b3HW: Tensor, pixels_b3HW: Tensor) -> Tensor:
     """PSNR of pictures of -1 to 1 [b], in dB."""
     return 10 * torch.log10(4.0 / square_error(out_b3HW, pixels_b3HW).clamp(min=1e-10))
 
 
-class Autoencoder:
-    """Train the VAE to give back pictures through a small latent close to a normal distribution."""
+class _OfPictures:
+    """What tasks share that learn from pictures without noise and timesteps."""
 
-    def __init__(self, model: Model, settings: AutoencoderLossSettings, read: ReadSettings) -> None:
-        assert model.vae is not None
-        self.model, self._settings = model, settings
-        self.modules: dict[str, nn.Module] = {"vae": model.vae}
-        self.rows_a_picture = 1
+    rows_a_picture = 1
+
+    def __init__(
+        self,
+        model: Model,
+        read: ReadSettings,
+        modules: dict[str, nn.Module],
+        frozen: Sequence[nn.Module] = (),
+    ) -> None:
+        self.model, self.modules, self.frozen = model, modules, frozen
         self.rates: dict[str, float] = {}
-        self.frozen: Sequence[nn.Module] = ()
         self.read = read.model_copy(update={"draws": ("posterior",)})
 
     @property
@@ -62,7 +60,17 @@ class Autoencoder:
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
         """Pixels [B, 3, H, W] in [-1, 1], and the noise of the posterior [B, C, h, w]."""
-        return _unit_pixels(columns, device)
+        pixels_B3HW = to_device(columns["pixels"], device).float() / 127.5 - 1.0
+        return {"pixels": pixels_B3HW, "posterior": to_device(columns["posterior"], device)}
+
+
+class Autoencoder(_OfPictures):
+    """Train the VAE to give back pictures through a small latent close to a normal distribution."""
+
+    def __init__(self, model: Model, settings: AutoencoderLossSettings, read: ReadSettings) -> None:
+        assert model.vae is not None
+        super().__init__(model, read, {"vae": model.vae})
+        self._settings = settings
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of each row [b]: `loss`, and its parts `reconstruction` and `kl`."""
@@ -162,27 +170,14 @@ def with_student(model: Model, settings: TinyVaeSettings, seed: int) -> TinyVaeM
     return TinyVaeModel("tiny-vae", vae=model.vae, path=model.path, tiny=tiny)
 
 
-class LearnTinyVae:
+class LearnTinyVae(_OfPictures):
     """Train the small encoder and decoder."""
 
     def __init__(self, model: TinyVaeModel, settings: TinyVaeSettings, read: ReadSettings) -> None:
         assert model.vae is not None
-        self.model: Model = model
+        super().__init__(model, read, {"tiny_vae": model.tiny}, (model.vae,))
         self._tiny, self._settings, self._scaling = model.tiny, settings, model.latent_scaling
         self._tiny.requires_grad_(True)
-        self.modules: dict[str, nn.Module] = {"tiny_vae": model.tiny}
-        self.rows_a_picture = 1
-        self.rates: dict[str, float] = {}
-        self.frozen: Sequence[nn.Module] = (model.vae,)
-        self.read = read.model_copy(update={"draws": ("posterior",)})
-
-    @property
-    def points(self) -> Sequence[int]:
-        return ()
-
-    def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
-        """Pixels [B, 3, H, W] in [-1, 1], and the noise of the posterior [B, C, h, w]."""
-        return _unit_pixels(columns, device)
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of each row [b]: `loss`, and its parts `reconstruction` and `latents`."""
