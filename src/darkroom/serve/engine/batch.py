@@ -60,7 +60,7 @@ STEPS_A_TURN = 2
 """A row sits out so many at a time: the batch is packed anew when one sits out and when it is back."""
 
 
-def sits_out(step: int, cost: float, least: float) -> bool:
+def _sits_out(step: int, cost: float, least: float) -> bool:
     """Whether a row of this cost leaves the bucket's `step` to the others, so that it takes a share
     `least / cost` of the steps: as much of the device as a row of the least cost has.
     """
@@ -115,7 +115,7 @@ class Bucket:
         """The tickets whose rows take the next step."""
         least = min(ticket.shape.net_cost for ticket in self.tickets)
         step, self._step = self._step, self._step + 1
-        return [ticket for ticket in self.tickets if not sits_out(step, ticket.shape.net_cost, least)]
+        return [ticket for ticket in self.tickets if not _sits_out(step, ticket.shape.net_cost, least)]
 
     def step(self, unet: Unet, pace: Callable[[], None] = lambda: None) -> Stepped:
         """One step of the rows whose turn it is; `pace` waits for what is to be counted as its time. A
