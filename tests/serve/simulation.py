@@ -334,14 +334,14 @@ class Bucket(batch.Bucket):
         stepped.wall_s += 0.05
         return stepped
 
-    def _together(self, unet: Any, stepped: Any) -> None:
+    def _together(self, unet: Any, now: Any, stepped: Any) -> None:
         if world().chance(0.004):
             raise RuntimeError("a step failed")
-        for ticket in self.tickets:
+        for ticket in now:
             ticket.row.step += 1
 
-    def _apart(self, unet: Any, stepped: Any) -> None:
-        for ticket in self.tickets:
+    def _apart(self, unet: Any, now: Any, stepped: Any) -> None:
+        for ticket in now:
             if world().chance(0.2):
                 stepped.failed.append((ticket, DarkroomError("a row failed")))
             else:

@@ -99,3 +99,30 @@ def test_rows_that_cost_the_same_never_sit_out() -> None:
         bucket.add(ticket)
     assert [bucket.step(halves).rows for _ in range(12)] == [3] * 12
     assert bucket.tickets == []
+
+
+def test_rows_of_long_steps_take_turns_and_each_ends_as_alone() -> None:
+    sizes: list[int] = []
+
+    def unet(x: torch.Tensor, *given: Any) -> torch.Tensor:
+        sizes.append(len(x))
+        return halves(x)
+
+    def drawn(evaluation_s: float) -> list[torch.Tensor]:
+        bucket = Bucket(0.0, evaluation_s)
+        rows = [ticket for i in range(3) for ticket in tickets(1, steps=4, value=1.0 + i)]
+        for ticket in rows:
+            bucket.add(ticket)
+        counts = []
+        while bucket.tickets:
+            bucket.step(unet)
+            bucket.evaluation_s = evaluation_s  # as if the step had been so slow
+            counts.append([ticket.step for ticket in rows])
+        assert all(max(steps) - min(steps) <= 1 for steps in counts)
+        return [ticket.row.latents_CHW for ticket in rows if ticket.row is not None]
+
+    together, apart, pairs = drawn(0.01), drawn(5.0), drawn(2.0)
+    assert sizes == [3] * 4 + [1] * 12 + [2] * 6
+    assert all(map(torch.equal, together, apart))
+    assert all(map(torch.equal, together, pairs))
+    assert not torch.equal(together[0], together[1])

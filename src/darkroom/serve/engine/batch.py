@@ -9,6 +9,7 @@ what one makes is handed on when it is made (`settle`), its memory when both are
 
 from __future__ import annotations
 
+import itertools
 import math
 import queue
 import threading
@@ -56,6 +57,8 @@ def bucket_of(row: sample.Row) -> Hashable:
     return tuple(row.latents_CHW.shape), row.extra_CHW is None, tuple(sorted(row.positive.added))
 
 
+LONG_STEP_S = 4.0
+"""No more rows share a step than take so long: what is so slow gains little by it, and other sizes wait."""
 STEPS_A_TURN = 2
 """A row sits out so many at a time: the batch is packed anew when one sits out and when it is back."""
 
@@ -75,7 +78,9 @@ class Bucket:
     then no slower than among others like themselves.
     """
 
-    def __init__(self, had_s: float = 0.0) -> None:
+    def __init__(self, had_s: float = 0.0, evaluation_s: float = 0.0) -> None:
+        self.evaluation_s = evaluation_s
+        """Of the U-Net for a row, by the latest step; before the first an estimate."""
         self.had_s = had_s
         """Seconds of steps that a row has had, from those of the size that had least when this one came. Who
         had least is next, so that a large size takes no more of the device than a small one."""
@@ -115,7 +120,13 @@ class Bucket:
         """The tickets whose rows take the next step."""
         least = min(ticket.shape.net_cost for ticket in self.tickets)
         step, self._step = self._step, self._step + 1
-        return [ticket for ticket in self.tickets if not _sits_out(step, ticket.shape.net_cost, least)]
+        now = [ticket for ticket in self.tickets if not _sits_out(step, ticket.shape.net_cost, least)]
+        costs_s = itertools.accumulate(ticket.shape.row_cost * self.evaluation_s for ticket in now)
+        fits = max(1, sum(cost_s <= LONG_STEP_S for cost_s in costs_s))
+        if fits < len(now):  # those left out are first next time
+            now = now[:fits]
+            self.tickets = [*(ticket for ticket in self.tickets if ticket not in now), *now]
+        return now
 
     def step(self, unet: Unet, pace: Callable[[], None] = lambda: None) -> Stepped:
         """One step of the rows whose turn it is; `pace` waits for what is to be counted as its time. A
@@ -141,6 +152,7 @@ class Bucket:
         stepped.wall_s = time.perf_counter() - start
         cost_s = stepped.wall_s / stepped.evaluations
         self.meter_s += cost_s
+        self.evaluation_s = cost_s
         if len(now) < len(self.tickets):
             for ticket in self.tickets:
                 if ticket not in now:

@@ -412,7 +412,9 @@ class Engine:
                 early.append(ticket)
             else:
                 if key not in self._buckets:
-                    self._buckets[key] = Bucket(min(map(self._had_s, self._buckets), default=0.0))
+                    least_s = min(map(self._had_s, self._buckets), default=0.0)
+                    estimate_s = self.seconds_for(float(ticket.shape.pixels)) or 0.0
+                    self._buckets[key] = Bucket(least_s, estimate_s)
                 self._buckets[key].add(ticket)
         with self._condition:
             self._arrived = early + self._arrived
