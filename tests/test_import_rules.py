@@ -461,11 +461,7 @@ RECIPE_IS_ONE_ARGUMENT = {
     # what is made of it at the end
     "train/exports.py:Exporter",
     # the same run, counted instead of made
-    *(
-        "plan/settings.py:settings_of",
-        "plan/training.py:profile_recipe",
-    ),
-    *("plan/ask.py:ask_recipe_object", "plan/ask.py:estimate_run"),
+    *("plan/ask.py:ask_recipe_object", "plan/training.py:profile_recipe"),
     # the same run, measured
     "measure/training.py:bench_train",
 }

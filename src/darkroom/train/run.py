@@ -43,8 +43,8 @@ from darkroom.train.tasks.lora import note_start
 from darkroom.train.tracking import NoTracker, make_tracker
 from darkroom.train.trainer import Trainer, TrainResult, result_of
 
-Estimate = Callable[[Recipe, int], Mapping[str, Any] | None]
-"""What the plan says of a recipe's run on so many devices, `line` for the log among it; None without one."""
+Estimate = Callable[[Run, int], Mapping[str, Any] | None]
+"""What the plan says of a run on so many devices, `line` for the log among it; None without one."""
 
 
 def train(
@@ -203,7 +203,7 @@ class _Launch:
         with _held(run, ranks):
             if ranks.first:
                 with meter.part("plan"):
-                    planned = None if estimate is None else estimate(recipe, job.num_devices)
+                    planned = None if estimate is None else estimate(run, job.num_devices)
                 _keep_plan(run, planned, say)
                 keep_tokenizer(recipe.model, job.task.model, run.path)
                 note_start(run.path, job.step.weights.masters, recipe.adapter)
