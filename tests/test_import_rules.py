@@ -452,8 +452,8 @@ def test_a_function_that_only_its_own_file_calls_is_private(tmp_path):
 
 RECIPE_IS_ONE_ARGUMENT = {
     "recipe/rules.py:check_together",  # rules that hold across sections
-    # a run: begun, gone on with, in phases, in a sweep, in the workers of a cluster
-    *("train/run.py:train", "train/run.py:_Launch", "train/run.py:sweep"),
+    # a run: begun, gone on with, in phases, in the workers of a cluster
+    *("train/run.py:train", "train/run.py:_Launch"),
     "cluster/train.py:train",
     # what is put together of it
     *("train/checks.py:check_settings", "train/setup.py:make_job", "train/setup.py:make_task"),
@@ -462,8 +462,6 @@ RECIPE_IS_ONE_ARGUMENT = {
     "train/exports.py:Exporter",
     # the same run, counted instead of made
     *("plan/ask.py:ask_recipe_object", "plan/training.py:profile_recipe"),
-    # the same run, measured
-    "measure/training.py:bench_train",
 }
 """Who sees a whole recipe: functions that need most of its sections, or hand it on to one that does."""
 

@@ -22,7 +22,7 @@ from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
 from darkroom.recipe.fine_tuning import SUBJECT_TASKS
 from darkroom.recipe.kohya import refuse_foreign_state
-from darkroom.recipe.read import recipe_of
+from darkroom.recipe.read import read_sweep, recipe_of
 from darkroom.recipe.sections import BudgetSettings, CheckpointSettings, DataSettings, Recipe
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
@@ -433,22 +433,25 @@ class Tried:
 
 
 def sweep(
-    recipes: Sequence[tuple[Mapping[str, Any], Recipe]],
+    file: Path,
+    overrides: Sequence[str],
     *,
     out: Path | str,
+    of: str | None = None,
     resume: str = "auto",
     estimate: Estimate | None = None,
     console: Say = print,
     whole_process: bool = False,
 ) -> list[Tried]:
-    """Train every recipe as `OUT/NAME-lr-1e-4` and the like; the same call again goes on where it stopped.
+    """Train each of a recipe's overrides of several values, `optim.lr=1e-4,1e-5`, as `OUT/NAME-lr-1e-4` and
+    the like; the same call again goes on where it stopped.
 
     A run that diverges or finds no memory is noted, and the others are made; the same call tries it again
-    from its last checkpoint. The recipes' budget is that of all runs together. Class pictures are drawn once
-    for all that draw the same ones. Raises InputError for a mistake, Stopped where the user or the budget
-    stops it.
+    from its last checkpoint. The recipe's budget is that of all runs together. Class pictures are drawn once
+    for all that draw the same ones. With `of="kohya"` the file is a TOML of kohya's. Raises InputError for a
+    mistake, Stopped where the user or the budget stops it.
     """
-    out = Path(out)
+    out, recipes = Path(out), read_sweep(file, overrides, of=of)
     folders = [out / f"{out.name}-{name}" for name in run_names([settings for settings, _ in recipes])]
     for _, recipe in recipes:
         if not recipe.phases:
