@@ -451,12 +451,11 @@ def test_a_function_that_only_its_own_file_calls_is_private(tmp_path):
 
 
 RECIPE_IS_ONE_ARGUMENT = {
-    "recipe/rules.py:check_together",  # rules that hold across sections
     # a run: begun, gone on with, in phases, in the workers of a cluster
     *("train/run.py:train", "train/run.py:_Launch"),
     "cluster/train.py:train",
     # what is put together of it
-    *("train/checks.py:check_settings", "train/setup.py:make_job", "train/setup.py:make_task"),
+    *("train/setup.py:make_job", "train/setup.py:make_task"),
     "train/jobs.py:TrainingSetup",
     # what is made of it at the end
     "train/exports.py:Exporter",

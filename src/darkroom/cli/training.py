@@ -146,26 +146,27 @@ def train(
 
         return _show_run(train_on_ray(recipes[0][1], placement=on_ray.placement(), **how), as_json)
     on_ray.check_engine(engine)
-    from darkroom.train.checks import check_settings
+    from darkroom.train.checks import check_reach
     from darkroom.train.distributed.ranks import is_first, launch, num_processes, starts_processes
 
-    if engine != "local" and starts_processes(recipes[0][1].parallel):
-        count = num_processes(recipes[0][1].parallel)
-        if not recipes[0][1].phases:
-            check_settings(recipes[0][1], count)
+    first = recipes[0][1]
+    if engine != "local" and starts_processes(first.parallel):
+        count = num_processes(first.parallel)
+        if not first.phases:
+            first.check(count)
+            check_reach(first.track, first.evaluate, first.checkpoint)
         arguments = ["train", str(recipe), *(overrides or []), "--out", str(place), "--resume", resume]
         arguments += [] if of is None else ["--from", of]
         flags = [flag for flag, is_set in (("--json", as_json), ("--plan-first", plan_first)) if is_set]
         return launch([*arguments, "--engine", "local", *flags], count)
     from darkroom.plan.ask import estimate_run
-    from darkroom.train.run import sweep
-    from darkroom.train.run import train as run
+    from darkroom.train import run
 
     how |= {"whole_process": True, "estimate": partial(estimate_run, count=plan_first)}
     if len(recipes) > 1:
-        tried = sweep(recipe, overrides or [], of=of, **how)
+        tried = run.sweep(recipe, overrides or [], of=of, **how)
         return _show_sweep(tried, as_json) if is_first() else None
-    result = run(recipes[0][1], **how)
+    result = run.train(first, **how)
     return _show_run(result, as_json) if is_first() else None
 
 

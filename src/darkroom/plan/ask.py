@@ -64,7 +64,7 @@ from darkroom.recipe.rules import channels_last
 
 if TYPE_CHECKING:
     from darkroom.hardware.machine import Machine
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.recipe import Recipe
     from darkroom.run import Run
 
 MOST_DEVICES = 65536
@@ -241,7 +241,6 @@ def ask_recipe_object(
     Raises InputError for what is not planned, RecipeError for what contradicts itself, ModelError for a base
     that is no model's name.
     """
-    from darkroom.train.checks import check_settings
 
     def counted(precision: str, gpu: bool) -> Profile:
         """The recipe's counts in a precision. Raises NotCounted where nothing may be counted."""
@@ -252,7 +251,7 @@ def ask_recipe_object(
         return profile_recipe(recipe, precision, gpu=gpu)
 
     check_planned(recipe.task, recipe.model)
-    check_settings(recipe)
+    recipe.check()
     model, data, train, optim = recipe.model, recipe.data, recipe.train, recipe.optim
     alike = recipe.model_copy(update=as_counted(train, optim, data, recipe.sample))
     settings = {

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from darkroom.errors import InputError, RecipeError
 from darkroom.models.reference import check_reference
 from darkroom.plan.counts import Profile, cached_profile
-from darkroom.recipe.sections import VAE_TASKS, Recipe
+from darkroom.recipe.recipe import Recipe
+from darkroom.recipe.sections import VAE_TASKS
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -46,7 +46,8 @@ from darkroom.train.tasks.distill import DistributionMatching
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from darkroom.recipe.sections import DataSettings, ModelSettings, Recipe, TrainSettings
+    from darkroom.recipe.recipe import Recipe
+    from darkroom.recipe.sections import DataSettings, ModelSettings, TrainSettings
 
 
 CPU = torch.device("cpu")

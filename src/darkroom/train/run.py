@@ -23,12 +23,13 @@ from darkroom.hardware.system import file_name
 from darkroom.recipe.fine_tuning import SUBJECT_TASKS
 from darkroom.recipe.kohya import refuse_foreign_state
 from darkroom.recipe.read import read_sweep, recipe_of
-from darkroom.recipe.sections import BudgetSettings, CheckpointSettings, DataSettings, Recipe
+from darkroom.recipe.recipe import Recipe
+from darkroom.recipe.sections import BudgetSettings, CheckpointSettings, DataSettings
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checkpoint.saver import check_changes, check_environment
 from darkroom.train.checkpoint.storage import CheckpointStorage, RemotePlace, newest, place_of, take_records
-from darkroom.train.checks import check_settings
+from darkroom.train.checks import check_reach
 from darkroom.train.data.feed import Feed, OpenFeed
 from darkroom.train.data.local_dataset import class_note, forget, has_own_store, store_path
 from darkroom.train.data.precomputed import release_pins, settled
@@ -70,7 +71,8 @@ def train(
     when the loss is not finite.
     """
     if not recipe.phases:  # before the processes meet: each finds the same mistake for itself
-        check_settings(recipe, started_together())
+        recipe.check(started_together())
+        check_reach(recipe.track, recipe.evaluate, recipe.checkpoint)
     with joined(recipe.parallel) as ranks:
         say = console if ranks.first else _nothing
         launch = _Launch(recipe, feed, say, ranks, whole_process)
@@ -455,7 +457,8 @@ def sweep(
     folders = [out / f"{out.name}-{name}" for name in run_names([settings for settings, _ in recipes])]
     for _, recipe in recipes:
         if not recipe.phases:
-            check_settings(recipe)
+            recipe.check()
+            check_reach(recipe.track, recipe.evaluate, recipe.checkpoint)
     tried: list[Tried] = []
     for folder, (settings, recipe) in zip(folders, recipes, strict=True):
         changes = ", ".join(f"{key}={value}" for key, value in settings.items())
