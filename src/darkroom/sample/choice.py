@@ -1,10 +1,10 @@
-"""Which solver to use: by its name, or the one in the model's folder."""
+"""Which solver to use: by its name, or the one in the model's folder; and the table of its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,11 +12,15 @@ from darkroom import options
 from darkroom.errors import InputError
 from darkroom.models.model import is_flow
 from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES, SOLVERS, Solver
-from darkroom.picture_settings import MAX_STEPS
+from darkroom.picture_settings import MAX_STEPS, GenerateSettings
 from darkroom.sample import solvers
 from darkroom.sample import solvers as flow
+from darkroom.sample.optimisations.table import parse as parse_optimisations
 from darkroom.sample.schedule import Schedule, check_spacing
 from darkroom.sample.solvers import CLIP_RANGE, SolverRequest, SolverTable
+
+if TYPE_CHECKING:
+    from darkroom.models.model import Model
 
 FILL: dict[str, Callable[[SolverRequest], SolverTable]] = {
     name: getattr(solvers, name) for name in (*options.SOLVER_NAMES, *options.FLOW_SOLVER_NAMES)
@@ -291,3 +295,29 @@ def _checked(filled: SolverTable, schedule: Schedule) -> SolverTable:
             mend="with zero terminal SNR use v-prediction, or leading spacing, or euler",
         )
     return filled
+
+
+def with_lcm(settings: GenerateSettings, optimise: Sequence[str] | str) -> GenerateSettings:
+    """With the `lcm` optimisation the solver is its own, unless another is asked for."""
+    lcm = any(choice.name == "lcm" for choice in parse_optimisations(optimise))
+    return settings.model_copy(update={"solver": "lcm"}) if lcm and settings.solver is None else settings
+
+
+def table_for(model: Model, settings: GenerateSettings) -> SolverTable:
+    """The table that settings ask of a model's scheduler."""
+    steps = settings.steps
+    if steps is None:
+        steps = settings.resolved(settings.solver or default_solver(model.scheduler)[0]).steps
+    assert steps is not None
+    return make_table(
+        settings.solver,
+        model.scheduler,
+        steps,
+        eta=settings.eta,
+        spacing=settings.spacing,
+        karras=settings.karras,
+        exponential=settings.exponential,
+        sigmas=settings.sigmas,
+        is_sdxl=model.is_sdxl,
+        strength=1.0 if settings.strength is None else settings.strength,
+    )
