@@ -73,7 +73,7 @@ def test_pictures_name_the_hash_of_the_models_file(run_core, model_folder):
     async def scenario(core):
         job = await core.submit(QUICK, key="a")
         await core.finished(job.id, key="a")
-        return (await core.pictures(job.id, key="a"))[0].png, core.model.sha256
+        return (await core.pictures(job.id, key="a"))[0].png, core.catalogue.model.sha256
 
     png, told = run_core(scenario)
     texts = Image.open(io.BytesIO(png)).text
@@ -87,10 +87,10 @@ def test_a_large_models_hash_comes_while_it_is_served(run_core, monkeypatch):
 
     async def scenario(core):
         for _ in range(500):
-            if core.model.sha256:
+            if core.catalogue.model.sha256:
                 break
             await asyncio.sleep(0.01)
-        return len(core.model.sha256 or "")
+        return len(core.catalogue.model.sha256 or "")
 
     assert run_core(scenario) == 64
 

@@ -11,17 +11,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from pydantic import ValidationError
 
 import darkroom
 from darkroom.errors import DarkroomError, InputError, first_line, is_system_failure
-from darkroom.models.upscaler import Upscalers
 from darkroom.serve import logs
-from darkroom.serve import status as cards
 from darkroom.serve.engine import loader as opening
-from darkroom.serve.engine import tickets
-from darkroom.serve.engine.pool import ModelPool, ServedModel
+from darkroom.serve.engine.pool import ModelPool
 from darkroom.serve.engine.tickets import EngineJob, Loop, Shape
 from darkroom.serve.jobs import admission
 from darkroom.serve.jobs.active import Backlog, Bench, Intake, Live, Lives, over_quota
@@ -34,11 +30,10 @@ from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import Event, Job, PictureRequest, Refused, StoredPicture, Uploads
 from darkroom.serve.settings import ServeSettings
 from darkroom.serve.shared_queue import Sharing, open_sharing, open_stores
+from darkroom.serve.status import Catalogue, Status, status_of
 
 if TYPE_CHECKING:
-    from darkroom.models.model import Model
     from darkroom.serve.engine.loop import Engine
-    from darkroom.serve.engine.nets import NetCard
 
 
 T = TypeVar("T")
@@ -61,8 +56,8 @@ class Core:
         self.metrics.look(
             ready=lambda: self.trouble() is None,
             queue_age_s=self.queue_age_s,
-            device_bytes=self._device_bytes,
-            net_bytes=self._net_bytes,
+            device_bytes=lambda: self.catalogue.device_bytes(),
+            net_bytes=lambda: self.catalogue.net_bytes(),
         )
         self.results, self.store = open_stores(settings)
         self.state = "loading"
@@ -79,6 +74,7 @@ class Core:
         self.pool = ModelPool(
             settings, self.metrics, self._loop, hooks, self._still_possible, self._fail_unloaded
         )
+        self.catalogue = Catalogue(settings, self.pool, self._loop, self._not_known)
         self._lives = Lives(self._loop, self.metrics)
         self._lives.forgotten = self.pool.forget
         self._intake, self.bench = Intake(self.limits), Bench(self.limits)
@@ -433,7 +429,7 @@ class Core:
         """What a request costs; 422 where it cannot be. Of a model that is not loaded some is looked at only
         when it is."""
         served = self.pool.find(request.model)
-        opened, model, limits = served.opened, self._model_of(served), self.limits
+        opened, model, limits = served.opened, self.catalogue.model_of(served), self.limits
 
         def checked() -> Shape:
             """The shape of what a request makes, after all checks that open its pictures. Raises Refused."""
@@ -444,7 +440,7 @@ class Core:
                 admission.check_controls(request, uploads, limits, nets, shape)
             else:
                 admission.check_net_names(request, self.pool.net_names())
-            admission.check_upscaler(request, self.upscalers)
+            admission.check_upscaler(request, self.catalogue.upscalers)
             if served.largest_load is not None:
                 admission.check_load(model, shape, served.largest_load)
             admission.check_texts(model, request)
@@ -615,44 +611,6 @@ class Core:
             raise Refused(404, "no_such_job", "no such picture, or it is no longer kept")
         return await self.picture(job_of_record(record), index)
 
-    @property
-    def model(self) -> cards.ModelCard:
-        """What the first model is and can do."""
-        return self.card(None)
-
-    def card(self, name: str | None) -> cards.ModelCard:
-        """What a model is and can do, the first for no name; 404 where there is none of that name."""
-        if not self.pool.known:
-            raise self._not_known()
-        served = self.pool.find(name)
-        model, most = self._model_of(served), self.limits.side_pixels**2
-        if served.largest_load is not None:
-            most = min(most, int(served.largest_load / 2 * model.sample_size**2))
-        return cards.model_card(model, self.settings, most)
-
-    def models(self) -> list[cards.ModelCard]:
-        """What each model is and can do, the first before the others."""
-        if not self.pool.known:
-            raise self._not_known()
-        return [self.card(one.name) for one in self.pool.served]
-
-    def adapters(self, model: str | None = None) -> list[tickets.AdapterCard]:
-        """The adapters that a request may name."""
-        opened = self._opened_or_any(model)
-        return [] if opened is None or opened.library is None else opened.library.cards()
-
-    def _opened_or_any(self, model: str | None) -> opening.LoadedModel | None:
-        """A loaded model; where that one is not, another tells what lies in the folders."""
-        if not self.pool.known:
-            return None
-        return self.pool.find(model).opened or next(iter(self.pool.opened), None)
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where pictures are drawn, once a model is there."""
-        engine = next(iter(self.pool.engines), None)
-        return None if engine is None else engine.studio.backend.device
-
     def glance(self, job_id: str, *, key: str) -> bytes | None:
         """The latest sight of a running job, as PNG, and asks for a newer one; None where there is none yet.
 
@@ -666,37 +624,12 @@ class Core:
             ticket.glance = True
         return live.work.glance
 
-    def nets(self, model: str | None = None) -> list[NetCard]:
-        """The nets that a request may name."""
-        opened = self._opened_or_any(model)
-        return [] if opened is None or opened.nets is None else opened.nets.cards()
-
-    async def reference_net(self, model: str | None = None) -> str | None:
-        """The first IP-Adapter of the nets by name, which shows a model further pictures; None for none."""
-        opened = self._opened_or_any(model)
-        if opened is None or opened.nets is None:
-            return None
-        found: str | None = await self._loop.in_thread(opened.nets.first_of, "ip-adapter")
-        return found
-
-    def embeddings(self, model: str | None = None) -> opening.Embeddings:
-        """The textual inversions that prompts may name, and those that are for other models."""
-        return self.pool.find(model).embeddings if self.pool.known else opening.Embeddings()
-
-    @property
-    def upscalers(self) -> Upscalers:
-        """The networks that make pictures larger."""
-        engine = next(iter(self.pool.engines), None)
-        if engine is None:
-            return Upscalers(self.settings.upscalers if self.pool.known else None, torch.device("cpu"))
-        return engine.studio.upscalers
-
-    def status(self) -> cards.Status:
+    def status(self) -> Status:
         """The server as it is now."""
         trouble = self.trouble()
         uploads_bytes = sum(self._lives.uploads().values())
         why = trouble[1] if trouble else ""
-        return cards.status(self.pool, self.state, why, len(self._lives), uploads_bytes)
+        return status_of(self.pool, self.state, why, len(self._lives), uploads_bytes)
 
     async def used_today(self, key: str) -> int:
         """Pictures of a key accepted since 0:00 UTC."""
@@ -725,13 +658,6 @@ class Core:
             with suppress(StorageError, OSError):
                 await asyncio.wrap_future(self.store.use(key, -num, now_s))
             raise
-
-    def _device_bytes(self) -> float:
-        device = self.device
-        return 0.0 if device is None else float(opening.used_bytes(device))
-
-    def _net_bytes(self) -> float:
-        return float(sum(opened.nets.bytes for opened in self.pool.opened if opened.nets is not None))
 
     def queue_age_s(self) -> float:
         """How long the oldest job that waits has waited, here or for any server of a shared queue."""
@@ -769,12 +695,6 @@ class Core:
 
     def _not_known(self) -> Refused:
         return Refused(503, self.state, self.why, retry_after_s=LOADING_RETRY_S)
-
-    def _model_of(self, served: ServedModel) -> Model:
-        """A model as far as it is in memory."""
-        if served.model is None:
-            raise self._not_known()
-        return served.model
 
     def _place(self, live: Live) -> int | None:
         return self._lives.place(live, self.pool)
