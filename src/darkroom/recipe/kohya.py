@@ -234,9 +234,9 @@ def _caption_dropout(read: RecipeDraft, given: Mapping[str, Any]) -> None:
 
 
 def _near(folder: Path, name: Any) -> Path:
-    """A file named in a TOML: beside it, or from where darkroom was started, as sd-scripts have it."""
-    beside = folder / str(name)
-    return beside if beside.is_file() or not Path(str(name)).is_file() else Path(str(name))
+    """A file named in a TOML: in its folder, or from the working directory, as in sd-scripts."""
+    path = Path(str(name))
+    return path if path.is_file() and not (folder / path).is_file() else folder / path
 
 
 def _flat(content: Mapping[str, Any]) -> dict[str, Any]:

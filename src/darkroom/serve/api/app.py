@@ -151,7 +151,7 @@ def _full_queue(core: Core) -> Check:
     read, check and refuse them one by one takes a good part of what draws."""
 
     async def check(scope: MutableMapping[str, Any], headers: Mapping[str, str], body: bytes) -> None:
-        """Note how the request is told again, and look for a place where it is one for pictures."""
+        """Note the hash that repeats of a request have; refuse one for pictures while the queue is full."""
         called = CALLED.fullmatch(scope["path"]) if scope["method"] == "PUT" else None
         asks = called is not None or (scope["method"] == "POST" and scope["path"] in DRAWING_PATHS)
         if not asks or not headers.get("content-type", "").startswith("application/json"):

@@ -20,10 +20,10 @@ from darkroom.serve.engine import loader as opening
 from darkroom.serve.engine.pool import ModelPool
 from darkroom.serve.engine.tickets import EngineJob, Loop, Shape
 from darkroom.serve.jobs import admission
-from darkroom.serve.jobs.active import Backlog, Bench, Intake, Live, Lives, over_quota
+from darkroom.serve.jobs.active import ActiveJob, ActiveJobs, Backlog, Bench, Intake, over_quota
 from darkroom.serve.jobs.admission import new_record
 from darkroom.serve.jobs.events import Watchers, job_of, job_of_record
-from darkroom.serve.jobs.results import Endings, Retention, picture_name
+from darkroom.serve.jobs.results import Completion, Retention, picture_name
 from darkroom.serve.jobs.store import LIVE, OverQuota, Record, StorageError
 from darkroom.serve.logs import Traces
 from darkroom.serve.metrics import Metrics
@@ -75,19 +75,19 @@ class Core:
             settings, self.metrics, self._loop, hooks, self._still_possible, self._fail_unloaded
         )
         self.catalogue = Catalogue(settings, self.pool, self._loop, self._not_known)
-        self._lives = Lives(self._loop, self.metrics)
-        self._lives.forgotten = self.pool.forget
+        self._active = ActiveJobs(self._loop, self.metrics)
+        self._active.forgotten = self.pool.forget
         self._intake, self.bench = Intake(self.limits), Bench(self.limits)
         self.traces = None if settings.traces is None else Traces(settings.traces)
-        self._endings = Endings(
-            self._loop, self._lives, self.pool, self.store, self.results, self.metrics, settings, self.traces
+        self._completion = Completion(
+            self._loop, self._active, self.pool, self.store, self.results, self.metrics, settings, self.traces
         )
-        self._keeper, self.provenance = self._endings.keeper, self._endings.provenance
+        self._keeper, self.provenance = self._completion.keeper, self._completion.provenance
         self._retention = Retention(self._loop, self.results, self.store, self._keeper)
-        self.sharing = open_sharing(settings, self.store, self._lives)
+        self.sharing = open_sharing(settings, self.store, self._active)
         self._keeper.server = None if self.sharing is None else self.sharing.leases.owner
-        self._watchers = Watchers(self._loop, self._lives, self.pool, self.sharing, self.limits.watchers)
-        self.attended = self._lives.attended
+        self._watchers = Watchers(self._loop, self._active, self.pool, self.sharing, self.limits.watchers)
+        self.attended = self._active.attended
 
     # ---- life
 
@@ -144,7 +144,7 @@ class Core:
             return
         await self._retention.tidy()
         for record in await asyncio.wrap_future(self.store.live()):
-            if self._lives.get(record.uid) is None:
+            if self._active.get(record.uid) is None:
                 await self._take_up(record)
 
     async def _take_up(self, record: Record, failures: int = 0) -> None:
@@ -179,7 +179,7 @@ class Core:
             return
         now: Record | None = await asyncio.wrap_future(self.store.find_uid(record.uid))
         # It may have been cancelled meanwhile, or taken up at another try.
-        if now is not None and now.state in LIVE and self._lives.get(now.uid) is None:
+        if now is not None and now.state in LIVE and self._active.get(now.uid) is None:
             self._enlist(now, request, shape, uploads)
 
     async def _end_record(self, record: Record, code: str, message: str) -> None:
@@ -194,26 +194,26 @@ class Core:
         self.state, self.why = "draining", "the server is being stopped"
         if self.sharing is not None:
             self.sharing.claims = False
-        for live in self._lives:
-            if self._lives.may_wait(live):
-                self._set_aside(live)
+        for active in self._active:
+            if self._active.may_wait(active):
+                self._set_aside(active)
         end = time.monotonic() + seconds
-        while len(self._lives) and time.monotonic() < end and self.pool.known and not self.pool.trouble:
+        while len(self._active) and time.monotonic() < end and self.pool.known and not self.pool.trouble:
             await asyncio.sleep(0.02)
         self._set_all_aside()
 
     def _set_all_aside(self) -> None:
         """No more can be done here: waiting clients get an answer, and the next process takes the jobs up."""
-        for live in self._lives:
-            self._set_aside(live)
+        for active in self._active:
+            self._set_aside(active)
 
-    def _set_aside(self, live: Live) -> None:
+    def _set_aside(self, active: ActiveJob) -> None:
         """Leave a job for the next process: its row in the store stays as it is."""
-        self.pool.drop(live.work)
-        live.kept = True
-        self._lives.forget(live)
+        self.pool.drop(active.work)
+        active.kept = True
+        self._active.forget(active)
         if self.sharing is not None:
-            self._loop.spawn(self.sharing.release([live.record.uid]))
+            self._loop.spawn(self.sharing.release([active.record.uid]))
 
     async def close(self) -> None:
         """Stop computing and close the store. Jobs that are not over stay in it."""
@@ -314,7 +314,7 @@ class Core:
         self._check_adapters(request)
         backlog, let_in, again = self._backlog(), len(together) > 1, logs.again(digest)
         self._intake.check_room(self.pool, key, request.num, backlog, again, let_in=let_in)
-        self._intake.check_uploads(self.pool, self._lives, uploads)
+        self._intake.check_uploads(self.pool, self._active, uploads)
         if not let_in:
             self._intake.check_rate(key)
         uid = uuid.uuid4().hex
@@ -342,8 +342,8 @@ class Core:
             self.metrics.key_jobs.labels(key).inc()
             logs.about(uid)
             if takes:
-                live = self._enlist(kept, request, shape, uploads)
-                return job_of(live, self._place(live))
+                active = self._enlist(kept, request, shape, uploads)
+                return job_of(active, self._place(active))
             assert self.sharing is not None
             self.sharing.waits(kept)
         return job_of_record(kept)
@@ -384,9 +384,9 @@ class Core:
         return Refused(507, "storage", message, retry_after_s=STORAGE_RETRY_S)
 
     async def _there(self, key: str, job_id: str) -> tuple[Job, str] | None:
-        live = self._lives.find(key, job_id)
-        if live is not None:
-            return job_of(live, self._place(live)), live.record.digest
+        active = self._active.find(key, job_id)
+        if active is not None:
+            return job_of(active, self._place(active)), active.record.digest
         record = await self._stored(self.store.find(key, job_id))
         return None if record is None else (job_of_record(record), record.digest)
 
@@ -455,42 +455,46 @@ class Core:
             self._check_adapters(work.request)
             await self._shape(work.request, work.uploads)
         except Refused as error:
-            if (live := self._lives.get(work.uid)) is not None:
+            if (active := self._active.get(work.uid)) is not None:
                 reason = {"code": error.code, "message": error.message}
-                self._loop.spawn(self._endings.end(live, "failed", {"error": reason}))
+                self._loop.spawn(self._completion.end(active, "failed", {"error": reason}))
             return False
         return True
 
     def _fail_unloaded(self, work: EngineJob, error: BaseException) -> None:
-        self._endings.failed(work, error)
+        self._completion.failed(work, error)
 
-    def _enlist(self, record: Record, request: PictureRequest, shape: Shape, uploads: Uploads | None) -> Live:
+    def _enlist(
+        self, record: Record, request: PictureRequest, shape: Shape, uploads: Uploads | None
+    ) -> ActiveJob:
         """Hand an accepted job to the engine."""
-        work = EngineJob(record.uid, record.key, request, shape, self._endings, uploads)
+        work = EngineJob(record.uid, record.key, request, shape, self._completion, uploads)
         work.alone = record.attempts >= SUSPECT
         if (notes := logs.NOTES.get()) is not None:
             work.request_id, work.trace = notes.id, notes.trace
-        live = Live(record, work)
+        active = ActiveJob(record, work)
         if self.state == "draining":
-            self._set_aside(live)
-            return live
-        self._lives.add(live)
+            self._set_aside(active)
+            return active
+        self._active.add(active)
         if record.due_s is not None:
             now_s = time.time() if self.sharing is None else self.sharing.leases.now_s()
-            live.deadline = self._loop.later(max(0.0, record.due_s - now_s), self._endings.overdue, live)
-        self.pool.submit(live.work)
-        return live
+            active.deadline = self._loop.later(
+                max(0.0, record.due_s - now_s), self._completion.overdue, active
+            )
+        self.pool.submit(active.work)
+        return active
 
     async def get(self, job_id: str, *, key: str, wait_s: float = 0.0) -> Job:
         """A job as it is now, or within `wait_s` once it is over; 404 where this key has none of that id."""
-        live = self._lives.find(key, job_id)
-        if live is None and self.sharing is not None:
+        active = self._active.find(key, job_id)
+        if active is None and self.sharing is not None:
             return await self._elsewhere(self.sharing, job_id, key, wait_s)
-        if live is not None and wait_s:
+        if active is not None and wait_s:
             with suppress(TimeoutError):
-                await asyncio.wait_for(live.ended.wait(), wait_s)
-        if live is not None:
-            return job_of(live, self._place(live))
+                await asyncio.wait_for(active.ended.wait(), wait_s)
+        if active is not None:
+            return job_of(active, self._place(active))
         return job_of_record(await self._record(job_id, key))
 
     async def _elsewhere(self, sharing: Sharing, job_id: str, key: str, wait_s: float) -> Job:
@@ -525,8 +529,11 @@ class Core:
         found: list[Record] = await self._stored(
             self.store.find_all(key, state=state, limit=limit, before_s=before)
         )
-        lives = [(record, self._lives.get(record.uid)) for record in found]
-        return [job_of(live, self._place(live)) if live else job_of_record(record) for record, live in lives]
+        rows = [(record, self._active.get(record.uid)) for record in found]
+        return [
+            job_of(active, self._place(active)) if active else job_of_record(record)
+            for record, active in rows
+        ]
 
     def events(self, job_id: str, *, key: str, after: int = 0) -> AsyncIterator[Event]:
         """What happens to a job from now on, ending with its end; ids count on from `after`.
@@ -540,11 +547,11 @@ class Core:
     async def finished(self, job_id: str, *, key: str) -> Job:
         """The job once it is over; 503 where the server stops first and keeps it for later."""
         while True:
-            live = self._lives.find(key, job_id)
-            if live is not None:
-                await live.ended.wait()
-                if not live.kept:
-                    return job_of(live, None)
+            active = self._active.find(key, job_id)
+            if active is not None:
+                await active.ended.wait()
+                if not active.kept:
+                    return job_of(active, None)
             elif self.sharing is not None:
                 await self.sharing.over(key, job_id)
             job = await self.get(job_id, key=key)
@@ -562,13 +569,13 @@ class Core:
         job = await self.get(job_id, key=key)
         if job.over or job.uid in self._told_kept:
             return job
-        live = self._lives.find(key, job_id)
-        if live is None:
-            await self._soon_written(self._endings.end_row(job.uid, "cancelled", {}))
+        active = self._active.find(key, job_id)
+        if active is None:
+            await self._soon_written(self._completion.end_row(job.uid, "cancelled", {}))
             logs.event("job", job=job.uid, id=job.id, key=key, state="cancelled")
-            live = self._lives.find(key, job_id)  # it was taken up meanwhile
-        if live is not None:
-            await self._soon_written(self._endings.end(live, "cancelled", {}))
+            active = self._active.find(key, job_id)  # it was taken up meanwhile
+        if active is not None:
+            await self._soon_written(self._completion.end(active, "cancelled", {}))
         return await self.get(job_id, key=key)
 
     async def _soon_written(self, ending: Any) -> None:
@@ -616,20 +623,20 @@ class Core:
 
         None with hooks: they see finished pictures only, and a sight would get past them.
         """
-        live = self._lives.find(key, job_id)
-        if live is None or self.settings.hooks:
+        active = self._active.find(key, job_id)
+        if active is None or self.settings.hooks:
             return None
-        ticket = next((one for one in live.work.tickets if one.row is not None and not one.done), None)
+        ticket = next((one for one in active.work.tickets if one.row is not None and not one.done), None)
         if ticket is not None:
             ticket.glance = True
-        return live.work.glance
+        return active.work.glance
 
     def status(self) -> Status:
         """The server as it is now."""
         trouble = self.trouble()
-        uploads_bytes = sum(self._lives.uploads().values())
+        uploads_bytes = sum(self._active.uploads().values())
         why = trouble[1] if trouble else ""
-        return status_of(self.pool, self.state, why, len(self._lives), uploads_bytes)
+        return status_of(self.pool, self.state, why, len(self._active), uploads_bytes)
 
     async def used_today(self, key: str) -> int:
         """Pictures of a key accepted since 0:00 UTC."""
@@ -662,7 +669,7 @@ class Core:
     def queue_age_s(self) -> float:
         """How long the oldest job that waits has waited, here or for any server of a shared queue."""
         now_s = time.monotonic()
-        ages = [now_s - one.work.accepted_s for one in self._lives if one.work.started_s is None]
+        ages = [now_s - one.work.accepted_s for one in self._active if one.work.started_s is None]
         if self.sharing is not None:
             ages.append(self.sharing.backlog_age_s())
         return max(ages, default=0.0)
@@ -696,8 +703,8 @@ class Core:
     def _not_known(self) -> Refused:
         return Refused(503, self.state, self.why, retry_after_s=LOADING_RETRY_S)
 
-    def _place(self, live: Live) -> int | None:
-        return self._lives.place(live, self.pool)
+    def _place(self, active: ActiveJob) -> int | None:
+        return self._active.place(active, self.pool)
 
     def _wake(self) -> None:
         for engine in self.pool.engines:

@@ -190,7 +190,7 @@ class RemotePlace:
             raise CheckpointError(f"'{self._at(name, 'manifest.json')}' reads back as something else")
         for rank in range(size):
             self._fs.rm_file(self._at(name, local.index_name(rank)))
-        self._let_go(Kept(step, name), keep)
+        self._delete_older(Kept(step, name), keep)
 
     def _put(self, key: str, chunks: Iterator[bytes | memoryview]) -> dict[str, Any]:
         """Send a file, in parts where it is large, and hash it on the way."""
@@ -234,7 +234,7 @@ class RemotePlace:
         if damaged:
             raise CheckpointError(f"'{self._root}/{name}' did not arrive whole: {', '.join(damaged)}")
 
-    def _let_go(self, new: Kept, keep: int) -> None:
+    def _delete_older(self, new: Kept, keep: int) -> None:
         """Older ones, and others of the same step, which resuming passed over; the manifest goes first."""
         others = [kept for kept in self.kept() if kept != new]
         same = [kept for kept in others if kept.step == new.step]
