@@ -14,9 +14,8 @@ from darkroom.models.model import is_flow
 from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES, SOLVERS, Solver
 from darkroom.picture_settings import MAX_STEPS, GenerateSettings
 from darkroom.sample import solvers
-from darkroom.sample import solvers as flow
 from darkroom.sample.optimisations.table import parse as parse_optimisations
-from darkroom.sample.schedule import Schedule, check_spacing
+from darkroom.sample.schedule import FLOW_SPACINGS, Flow, Schedule, check_spacing
 from darkroom.sample.solvers import CLIP_RANGE, SolverRequest, SolverTable
 
 if TYPE_CHECKING:
@@ -222,10 +221,10 @@ def _flow_table(
             f"solver {solver} with a model of rectified flow",
             allowed=", ".join([*FLOW_SOLVER_NAMES, *FOR_FLOW]),
         )
-    schedule = flow.Flow.from_config(config)
+    schedule = Flow.from_config(config)
     _check_request(solver, schedule, num_steps, eta, sigmas)
     spacing = spacing or "linspace"
-    allowed = flow.SPACINGS[:1] if solver == "flow_dpmpp_2m" else flow.SPACINGS
+    allowed = FLOW_SPACINGS[:1] if solver == "flow_dpmpp_2m" else FLOW_SPACINGS
     if spacing not in allowed:
         raise InputError(f"spacing {spacing} with solver {solver}", allowed=" or ".join(allowed))
     start = _first_step(num_steps, strength)

@@ -230,3 +230,82 @@ def ddim_uniform_sigmas(schedule: Schedule, num_steps: int) -> Array:
     """
     stride = max(schedule.num_train_timesteps // num_steps, 1)
     return schedule.sigmas[1::stride][::-1].copy()
+
+
+BETWEEN = {"karras": karras_sigmas, "exponential": exponential_sigmas, "beta": beta_sigmas}
+OF_SCHEDULE = {
+    "simple": simple_sigmas,
+    "normal": normal_sigmas,
+    "ddim_uniform": ddim_uniform_sigmas,
+    "kl_optimal": kl_optimal_sigmas,
+}
+
+
+def named_sigmas(
+    name: str, schedule: Schedule, num_steps: int, low: float, high: float, *, is_sdxl: bool
+) -> Array:
+    """Falling sigmas [S] of one of `options.SIGMAS`: between two, or of the whole training schedule."""
+    if name == "align_your_steps":
+        return align_your_steps(num_steps, is_sdxl=is_sdxl)
+    if name in OF_SCHEDULE:
+        return OF_SCHEDULE[name](schedule, num_steps)
+    return BETWEEN[name](low, high, num_steps)
+
+
+def lcm_timesteps(original: int, num_train: int, num_steps: int) -> Array:
+    """The timesteps of so few of the `original` steps that a model was distilled from, falling."""
+    distilled = (np.arange(original, 0, -1) * (num_train // original) - 1).astype(np.float64)
+    chosen = np.floor(np.linspace(0, original, num_steps, endpoint=False)).astype(np.int64)
+    timesteps: Array = distilled[chosen]
+    return timesteps
+
+
+# ---- rectified flow
+
+FLOW_PREDICTION = "flow_prediction"
+FLOW_SPACINGS = ("linspace", "trailing")
+# Settings that would change the levels and are not known here, with the value that leaves them alone.
+FLOW_UNKNOWN: dict[str, Any] = {
+    "use_dynamic_shifting": False,
+    "shift_terminal": None,
+    "invert_sigmas": False,
+    "stochastic_sampling": False,
+    "use_karras_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_beta_sigmas": False,
+}
+
+
+@dataclass(frozen=True)
+class Flow(Schedule):
+    """A straight line from picture to noise; `shift` moves the steps towards noise where it is above 1."""
+
+    shift: float = 1.0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Flow:
+        """Read a FlowMatch scheduler's configuration, or another's with use_flow_sigmas."""
+        for key, harmless in FLOW_UNKNOWN.items():
+            if (given := config.get(key, harmless)) != harmless:
+                raise InputError(f"the model's scheduler sets {key} to {given}", allowed=str(harmless))
+        prediction = config.get("prediction_type", FLOW_PREDICTION)
+        if prediction != FLOW_PREDICTION:
+            raise InputError(f"prediction_type '{prediction}' with rectified flow", allowed=FLOW_PREDICTION)
+        shift = float(config.get("shift", config.get("flow_shift", 1.0)))
+        if not shift > 0:
+            raise InputError(f"the model's scheduler sets shift to {shift:g}", allowed="above 0")
+        count = int(config.get("num_train_timesteps", 1000))
+        sigmas = np.arange(1, count + 1) / count
+        signal = (1 - sigmas) ** 2
+        return cls(signal / (signal + sigmas**2), FLOW_PREDICTION, zero_terminal_snr=True, shift=shift)
+
+    def shifted(self, sigmas: Array) -> Array:
+        """Levels moved as a larger picture needs them (Esser et al. 2024, equation 23)."""
+        return self.shift * sigmas / (1 + (self.shift - 1) * sigmas)
+
+    def levels(self, num_steps: int, spacing: str) -> Array:
+        """Falling sigmas [S + 1] of Euler and Heun, from 1 to 0."""
+        if spacing == "trailing":
+            return self.shifted(np.linspace(1, 0, num_steps + 1))
+        first = self.shifted(np.array([1 / self.num_train_timesteps]))[0]
+        return np.append(self.shifted(np.linspace(1, first, num_steps)), 0.0)
