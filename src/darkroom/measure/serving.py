@@ -33,7 +33,7 @@ from darkroom import models
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware.system import load_average
 from darkroom.measure.timing import Measurement, Timing, measurement
-from darkroom.measure.trace import RANK, TraceRequest, draw_trace, make_adapters, sizes_for, told_of
+from darkroom.measure.trace import RANK, TraceRequest, description_of, draw_trace, make_adapters, sizes_for
 
 DARKROOM, ONE, SAME_KEY = "darkroom", "one at a time", "same key together"
 LOADS = (0.5, 1.0, 4.0)
@@ -229,7 +229,7 @@ class _ServingRun:
             "model": self.family,
             "adapters": self.bench.adapters,
             "threads": self.bench.threads or "torch's own",
-            **told_of(trace),
+            **description_of(trace),
         }
 
     def _cut(self, rate: float) -> list[TraceRequest]:

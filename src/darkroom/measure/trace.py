@@ -97,7 +97,7 @@ def draw_trace(
     return trace
 
 
-def told_of(trace: Sequence[TraceRequest]) -> dict[str, Any]:
+def description_of(trace: Sequence[TraceRequest]) -> dict[str, Any]:
     """What a row of measurements says of a trace."""
     return {
         "requests": len(trace),

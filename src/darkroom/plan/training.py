@@ -359,7 +359,7 @@ def samples(
     rows = together if guidance is not None and guidance <= 1 else 2 * together
     at_once = max(1, min(together, DECODE_PICTURES, DECODE_PIXELS // resolution**2))
     call, x = unet_call(model.unet), torch.empty(rows, model.latent_channels, side, side)
-    inputs = _told(model, rows, next(model.modules["unet"].parameters()).dtype)
+    inputs = _conditioning(model, rows, next(model.modules["unet"].parameters()).dtype)
     trace = counter.start_trace()
     with torch.no_grad():
         counter.stage = SAMPLES
@@ -370,7 +370,7 @@ def samples(
     return moments_of((trace, trace), ROWS, cpu=not gpu)  # the same whatever the batch
 
 
-def _told(model: Model, rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _conditioning(model: Model, rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """A U-Net's inputs other than latents: states of its texts, and SDXL's sizes and pooled states."""
     configs = text_configs(model)
     width, length = sum(c.hidden_size for c in configs), configs[0].max_position_embeddings

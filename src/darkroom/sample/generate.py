@@ -386,9 +386,9 @@ class Generation:
         skip = self.settings.clip_skip
         positives, notes = self._encoded(positive_texts, parts, skip)
         if width is not None:
-            told_guidance = guidance_embedding(self.guidance, width).to(self.device, self.dtype)
+            embedded = guidance_embedding(self.guidance, width).to(self.device, self.dtype)
             for condition in positives.values():
-                condition.added["timestep_cond"] = told_guidance
+                condition.added["timestep_cond"] = embedded
         # diffusers skips layers for the prompt alone; A1111, whose syntax comes with its ways, for both.
         negatives, more = self._encoded(against, parts, skip if weighting == "a1111" else 0)
 

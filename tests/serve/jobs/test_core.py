@@ -704,7 +704,7 @@ def kept_job(run_core, monkeypatch, error, seconds=30.0):
 
     async def accept(core):
         await core.submit(KEPT, key="a", job_id="x")
-        core._set_all_aside()
+        core._defer_all()
 
     run_core(accept)
     read, times = ResultWriter.read_uploads, []
@@ -773,7 +773,7 @@ def test_a_mistake_of_ours_ends_no_kept_job(run_core, monkeypatch, caplog):
 def test_a_kept_job_beyond_a_new_bound_ends_with_the_reason(run_core):
     async def accept(core):
         await core.submit(KEPT, key="a", job_id="x")
-        core._set_all_aside()
+        core._defer_all()
 
     run_core(accept)
     job = run_core(lambda core: looked_at(core, 30.0), limits=Limits(steps=2))
@@ -792,7 +792,7 @@ def test_a_kept_job_whose_upload_is_lost_fails_and_draws_nothing_else(run_core, 
 
     async def accept(core):
         await core.submit(KEPT, key="a", job_id="x", uploads=uploads)
-        core._set_all_aside()
+        core._defer_all()
         return core.results.folder
 
     folder = run_core(accept)

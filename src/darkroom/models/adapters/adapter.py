@@ -307,17 +307,17 @@ def base_of(layers: Mapping[str, Layer | Factors], metadata: Mapping[str, str]) 
     for name, layer in layers.items():
         if isinstance(layer, Layer) and name.endswith(("attn2.to_k", "attn2.to_v")):
             by_width = TEXT_WIDTHS.get(int(layer.down.shape[1]))
-            return "sd2-v" if by_width == "sd2" and _told(metadata) == "sd2-v" else by_width
+            return "sd2-v" if by_width == "sd2" and _named_family(metadata) == "sd2-v" else by_width
     if any(name.startswith("text_encoder_2.") for name in layers):
         return "sdxl"
-    if (family := _told(metadata)) is not None:
+    if (family := _named_family(metadata)) is not None:
         return family
     widths = {int(layer.down.shape[1]) for layer in layers.values() if isinstance(layer, Layer)}
     named = any(len(name.split(".")) > 2 for name in layers)
     return None if named or not widths else next((f for w, f in TEXT_WIDTHS.items() if w in widths), None)
 
 
-def _told(metadata: Mapping[str, str]) -> str | None:
+def _named_family(metadata: Mapping[str, str]) -> str | None:
     """The family that a header names, in ModelSpec's words or in kohya's."""
     architecture = metadata.get("modelspec.architecture", "").partition("/")[0]
     version = metadata.get("ss_base_model_version", "")

@@ -302,7 +302,7 @@ def _opened(
 
     def make(folder: Path) -> None:
         start = time.perf_counter()
-        notice(f"{_told(shell.part)} is exported for {engine.name}, once: {_size(shell, engine)}")
+        notice(f"{_part_name(shell.part)} is exported for {engine.name}, once: {_size(shell, engine)}")
         engine.export(shell_of(_in_precision(module, engine.dtype)), folder)
         times_s[f"export {shell.part}"] = time.perf_counter() - start
 
@@ -432,7 +432,7 @@ def _version(package: str) -> tuple[str, str]:
         raise MissingExtra(package, "openvino") from error
 
 
-def _told(part: str) -> str:
+def _part_name(part: str) -> str:
     return {"unet": "the U-Net", "vae_decoder": "the VAE's decoder"}[part]
 
 

@@ -65,11 +65,11 @@ class Core:
         self.why = "the model is being loaded"
         self.error: Exception | None = None
         """Why it is broken, for who runs it."""
-        self._told_kept: set[str] = set()
+        self._answered_kept: set[str] = set()
         """Jobs whose waiting clients got the answer that the next process draws them."""
         self._loop = Loop()
         hooks = opening.EngineCallbacks(
-            self._loop.on_tick, self._wake, lambda: self._loop.soon(self._set_all_aside)
+            self._loop.on_tick, self._wake, lambda: self._loop.soon(self._defer_all)
         )
         self.pool = ModelPool(
             settings, self.metrics, self._loop, hooks, self._still_possible, self._fail_unloaded
@@ -139,7 +139,7 @@ class Core:
 
     async def _begin_with_what_is_there(self) -> None:
         if self.sharing is not None:
-            self.sharing.begin(self.pool, self._take_up, self._set_aside)
+            self.sharing.begin(self.pool, self._take_up, self._defer)
             self._loop.spawn(self.sharing.run())
             return
         await self._retention.tidy()
@@ -196,18 +196,18 @@ class Core:
             self.sharing.claims = False
         for active in self._active:
             if self._active.may_wait(active):
-                self._set_aside(active)
+                self._defer(active)
         end = time.monotonic() + seconds
         while len(self._active) and time.monotonic() < end and self.pool.known and not self.pool.trouble:
             await asyncio.sleep(0.02)
-        self._set_all_aside()
+        self._defer_all()
 
-    def _set_all_aside(self) -> None:
+    def _defer_all(self) -> None:
         """No more can be done here: waiting clients get an answer, and the next process takes the jobs up."""
         for active in self._active:
-            self._set_aside(active)
+            self._defer(active)
 
-    def _set_aside(self, active: ActiveJob) -> None:
+    def _defer(self, active: ActiveJob) -> None:
         """Leave a job for the next process: its row in the store stays as it is."""
         self.pool.drop(active.work)
         active.kept = True
@@ -474,7 +474,7 @@ class Core:
             work.request_id, work.trace = notes.id, notes.trace
         active = ActiveJob(record, work)
         if self.state == "draining":
-            self._set_aside(active)
+            self._defer(active)
             return active
         self._active.add(active)
         if record.due_s is not None:
@@ -560,14 +560,14 @@ class Core:
             if self.sharing is None:
                 if self.state == "loading":
                     self._check_open()
-                self._told_kept.add(job.uid)
+                self._answered_kept.add(job.uid)
                 message = "the server stops; the job is kept"
                 raise Refused(503, "draining", message, retry_after_s=DRAINING_RETRY_S)
 
     async def cancel(self, job_id: str, *, key: str) -> Job:
         """Have no more of a job computed. A job that is over stays as it is."""
         job = await self.get(job_id, key=key)
-        if job.over or job.uid in self._told_kept:
+        if job.over or job.uid in self._answered_kept:
             return job
         active = self._active.find(key, job_id)
         if active is None:

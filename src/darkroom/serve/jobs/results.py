@@ -484,7 +484,7 @@ class Completion:
 
     def failed(self, work: EngineJob, error: BaseException) -> None:
         """Of `Listener`."""
-        reason = {"code": _code(error), "message": _told(error)}
+        reason = {"code": _code(error), "message": _public_message(error)}
         self._loop.soon(lambda: self._fail_soon(work.uid, reason))
 
     def _fail_soon(self, uid: str, reason: dict[str, str]) -> None:
@@ -540,9 +540,9 @@ class Completion:
         self._metrics.over.labels(state).inc()
         if state == "done":
             self._count_done(work)
-        self._tell_over(active)
+        self._notify_over(active)
 
-    def _tell_over(self, active: ActiveJob) -> None:
+    def _notify_over(self, active: ActiveJob) -> None:
         """A job's line in the log, and its spans."""
         fields = _fields_of(active)
         trace = None if self._traces is None else self._traces.job(active.work, active.state, fields)
@@ -588,7 +588,7 @@ def _code(error: BaseException) -> str:
     return "invalid_value" if isinstance(error, InputError) else "failed"
 
 
-def _told(error: BaseException) -> str:
+def _public_message(error: BaseException) -> str:
     """What a client may read of a failure: darkroom's own words, else only the kind."""
     if isinstance(error, InputError):
         return say(error)
