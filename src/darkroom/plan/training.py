@@ -32,7 +32,7 @@ from darkroom.plan.tracing import (
 )
 from darkroom.prepare.encoders import encode_moments
 from darkroom.recipe.sections import VAE_TASKS, AdapterSettings, AlignSettings
-from darkroom.sample.generate import pictures_a_call
+from darkroom.sample.choice import pictures_a_call
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 from darkroom.train import setup as job
 from darkroom.train.data.local_dataset import has_own_store

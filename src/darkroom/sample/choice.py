@@ -1,4 +1,4 @@
-"""Which solver to use: by its name, or the one in the model's folder; and the table of its steps."""
+"""Which solver to use, by its name or as the model's folder says; and the table of its steps at a size."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from darkroom.models.model import is_flow
 from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES, SOLVERS, Solver
 from darkroom.picture_settings import MAX_STEPS, GenerateSettings
 from darkroom.sample import solvers
+from darkroom.sample.inputs import nearest_side
 from darkroom.sample.optimisations.table import parse as parse_optimisations
 from darkroom.sample.schedule import FLOW_SPACINGS, Flow, Schedule, check_spacing
 from darkroom.sample.solvers import CLIP_RANGE, SolverRequest, SolverTable
@@ -320,3 +321,43 @@ def table_for(model: Model, settings: GenerateSettings) -> SolverTable:
         is_sdxl=model.is_sdxl,
         strength=1.0 if settings.strength is None else settings.strength,
     )
+
+
+# ---- a pass: a table at a size
+
+# As many pictures a U-Net call as have this many latent pixels together: 8 of 512 px with a factor of 8.
+CALL_LATENT_PIXELS, CALL_PICTURES = 8 * 64 * 64, 64
+
+
+class Pass:
+    """One way through a table at one size: `generate` takes one, with hires two."""
+
+    def __init__(self, model: Model, table: SolverTable, size: tuple[int, int]) -> None:
+        self.table, self.size = table, size
+        width, height = size
+        self.latent_shape = (model.latent_channels, height // model.vae_factor, width // model.vae_factor)
+        self.most_a_call = CALL_PICTURES
+        self.least_a_call = 1
+        """What a card was found to have memory for."""
+
+    @property
+    def rows_a_call(self) -> int:
+        """Pictures for one U-Net call: eight of 512 px, more of smaller ones or where memory was counted."""
+        usual = pictures_a_call(self.latent_shape[1] * self.latent_shape[2], self.most_a_call)
+        return max(usual, self.least_a_call)
+
+
+def pictures_a_call(latent_pixels: int, most: int = CALL_PICTURES) -> int:
+    """How many pictures of so many latent pixels go through the U-Net together."""
+    return max(1, min(most, CALL_LATENT_PIXELS // latent_pixels))
+
+
+def second_pass(model: Model, settings: GenerateSettings, size: tuple[int, int]) -> Pass | None:
+    """The way through the larger size that follows the one through `size`, where there is one."""
+    hires = settings.hires
+    if hires is None:
+        return None
+    unit = model.size_unit
+    width, height = (nearest_side(round(side * hires.scale), unit) for side in size)
+    again = {"steps": hires.steps or settings.steps, "strength": hires.strength}
+    return Pass(model, table_for(model, settings.model_copy(update=again)), (width, height))

@@ -23,7 +23,7 @@ from darkroom.sample import inputs
 from darkroom.sample.adapters import Adapted, Encode, Given, Named, named
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend, torch_backend
-from darkroom.sample.choice import table_for, with_lcm
+from darkroom.sample.choice import CALL_PICTURES, Pass, second_pass, table_for, with_lcm
 from darkroom.sample.control import Control, ControlledUnet, Controls
 from darkroom.sample.denoise import Condition, KnownPart, Row, Stage, denoise
 from darkroom.sample.memory import count_needs, optimise_within, pictures_that_fit
@@ -46,9 +46,6 @@ if TYPE_CHECKING:
 
 
 LOG = logging.getLogger("darkroom")
-
-# As many pictures a U-Net call as have this many latent pixels together: 8 of 512 px with a factor of 8.
-CALL_LATENT_PIXELS, CALL_PICTURES = 8 * 64 * 64, 64
 
 
 def generate(
@@ -198,40 +195,6 @@ def _chunks(total: int, size: int) -> Iterator[tuple[int, int]]:
         raise InputError(f"batch_rows {size}", allowed="1 or more")
     for start in range(0, total, size):
         yield start, min(size, total - start)
-
-
-class Pass:
-    """One way through a table at one size: `generate` takes one, with hires two."""
-
-    def __init__(self, model: Model, table: SolverTable, size: tuple[int, int]) -> None:
-        self.table, self.size = table, size
-        width, height = size
-        self.latent_shape = (model.latent_channels, height // model.vae_factor, width // model.vae_factor)
-        self.most_a_call = CALL_PICTURES
-        self.least_a_call = 1
-        """What a card was found to have memory for."""
-
-    @property
-    def rows_a_call(self) -> int:
-        """Pictures for one U-Net call: eight of 512 px, more of smaller ones or where memory was counted."""
-        usual = pictures_a_call(self.latent_shape[1] * self.latent_shape[2], self.most_a_call)
-        return max(usual, self.least_a_call)
-
-
-def pictures_a_call(latent_pixels: int, most: int = CALL_PICTURES) -> int:
-    """How many pictures of so many latent pixels go through the U-Net together."""
-    return max(1, min(most, CALL_LATENT_PIXELS // latent_pixels))
-
-
-def second_pass(model: Model, settings: GenerateSettings, size: tuple[int, int]) -> Pass | None:
-    """The way through the larger size that follows the one through `size`, where there is one."""
-    hires = settings.hires
-    if hires is None:
-        return None
-    unit = model.size_unit
-    width, height = (inputs.nearest_side(round(side * hires.scale), unit) for side in size)
-    again = {"steps": hires.steps or settings.steps, "strength": hires.strength}
-    return Pass(model, table_for(model, settings.model_copy(update=again)), (width, height))
 
 
 class Generation:

@@ -157,20 +157,20 @@ def check_spacing(spacing: str) -> None:
         raise InputError(f"spacing '{spacing}'", allowed=", ".join(SPACINGS))
 
 
-def karras_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
+def _karras_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
     """Falling sigmas, evenly spaced in sigma^(1/7) (Karras et al. 2022, equation 5)."""
     low, high = sigma_min ** (1 / KARRAS_RHO), sigma_max ** (1 / KARRAS_RHO)
     sigmas: Array = (high + np.linspace(0, 1, num_steps) * (low - high)) ** KARRAS_RHO
     return sigmas
 
 
-def exponential_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
+def _exponential_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
     """Falling sigmas, evenly spaced in log sigma (k-diffusion's exponential schedule)."""
     sigmas: Array = np.exp(np.linspace(math.log(sigma_max), math.log(sigma_min), num_steps))
     return sigmas
 
 
-def beta_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
+def _beta_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
     """Falling sigmas at the quantiles of a beta distribution, dense at both ends (Lee et al. 2024)."""
     return sigma_min + _beta_quantiles(1 - np.linspace(0, 1, num_steps)) * (sigma_max - sigma_min)
 
@@ -200,13 +200,13 @@ def align_your_steps(num_steps: int, *, is_sdxl: bool = False) -> Array:
     return sigmas
 
 
-def simple_sigmas(schedule: Schedule, num_steps: int) -> Array:
+def _simple_sigmas(schedule: Schedule, num_steps: int) -> Array:
     """Falling sigmas of training timesteps, evenly spaced from the last one (A1111's Simple)."""
     stride = schedule.num_train_timesteps / num_steps
     return schedule.sigmas[-1 - (np.arange(num_steps) * stride).astype(np.int64)]
 
 
-def kl_optimal_sigmas(schedule: Schedule, num_steps: int) -> Array:
+def _kl_optimal_sigmas(schedule: Schedule, num_steps: int) -> Array:
     """Falling sigmas, evenly spaced in arctan sigma (Sabour et al. 2024, theorem 3.1); the lowest, where the
     last step ends, is left out, as in A1111."""
     shares = np.arange(num_steps) / num_steps
@@ -215,7 +215,7 @@ def kl_optimal_sigmas(schedule: Schedule, num_steps: int) -> Array:
     return sigmas
 
 
-def normal_sigmas(schedule: Schedule, num_steps: int) -> Array:
+def _normal_sigmas(schedule: Schedule, num_steps: int) -> Array:
     """Falling sigmas of timesteps from the last to the first, log-linear between (k-diffusion's own)."""
     timesteps = np.linspace(schedule.num_train_timesteps - 1, 0, num_steps)
     known = np.arange(schedule.num_train_timesteps)
@@ -223,7 +223,7 @@ def normal_sigmas(schedule: Schedule, num_steps: int) -> Array:
     return sigmas
 
 
-def ddim_uniform_sigmas(schedule: Schedule, num_steps: int) -> Array:
+def _ddim_uniform_sigmas(schedule: Schedule, num_steps: int) -> Array:
     """Falling sigmas of every so many-th training timestep from 1 on, as DDIM spaces them (A1111's DDIM).
 
     Where the steps do not divide the timesteps there is one step more, as in A1111.
@@ -232,12 +232,12 @@ def ddim_uniform_sigmas(schedule: Schedule, num_steps: int) -> Array:
     return schedule.sigmas[1::stride][::-1].copy()
 
 
-BETWEEN = {"karras": karras_sigmas, "exponential": exponential_sigmas, "beta": beta_sigmas}
+BETWEEN = {"karras": _karras_sigmas, "exponential": _exponential_sigmas, "beta": _beta_sigmas}
 OF_SCHEDULE = {
-    "simple": simple_sigmas,
-    "normal": normal_sigmas,
-    "ddim_uniform": ddim_uniform_sigmas,
-    "kl_optimal": kl_optimal_sigmas,
+    "simple": _simple_sigmas,
+    "normal": _normal_sigmas,
+    "ddim_uniform": _ddim_uniform_sigmas,
+    "kl_optimal": _kl_optimal_sigmas,
 }
 
 
