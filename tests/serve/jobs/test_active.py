@@ -209,53 +209,53 @@ def upload_of(num_bytes: int) -> Uploads:
     return Uploads(b"x" * num_bytes)
 
 
-def uploads_refused(intake: Intake, pool: Any, active: ActiveJobs, uploads: Uploads | None) -> Refused | None:
+def uploads_refused(intake: Intake, pool: Any, jobs: ActiveJobs, uploads: Uploads | None) -> Refused | None:
     try:
-        intake.check_uploads(pool, active, uploads)
+        intake.check_uploads(pool, jobs, uploads)
     except Refused as refused:
         return refused
     return None
 
 
 def test_bytes_of_pictures_that_came_with_jobs_are_counted_once() -> None:
-    intake, pool, active = Intake(Limits(uploads_bytes=2000)), Waiting(), ActiveJobs(Loop(), Metrics())
+    intake, pool, jobs = Intake(Limits(uploads_bytes=2000)), Waiting(), ActiveJobs(Loop(), Metrics())
     large = upload_of(5000)
-    assert uploads_refused(intake, pool, active, large) is None, "one job's never are too many"
+    assert uploads_refused(intake, pool, jobs, large) is None, "one job's never are too many"
     with intake.reserved("a", 1):
-        assert uploads_refused(intake, pool, active, large) is None, "one that brings none takes no bytes"
+        assert uploads_refused(intake, pool, jobs, large) is None, "one that brings none takes no bytes"
     first, second = upload_of(1200), upload_of(600)
     for name, cost, one in (("a", 4, first), ("b", 6, second), ("c", 8, None), ("d", 16, second)):
-        active.add(active_of(name, cost, one))
-    assert active.uploads() == {id(first): 1200, id(second): 600}
-    costs = [active.work.shape.whole_cost for active in active]
-    assert uploads_refused(intake, pool, active, first) is None
-    assert uploads_refused(intake, pool, active, None) is None
-    assert uploads_refused(intake, pool, active, upload_of(200)) is None
-    refused = uploads_refused(intake, pool, active, upload_of(201))
+        jobs.add(active_of(name, cost, one))
+    assert jobs.uploads() == {id(first): 1200, id(second): 600}
+    costs = [one.work.shape.whole_cost for one in jobs]
+    assert uploads_refused(intake, pool, jobs, first) is None
+    assert uploads_refused(intake, pool, jobs, None) is None
+    assert uploads_refused(intake, pool, jobs, upload_of(200)) is None
+    refused = uploads_refused(intake, pool, jobs, upload_of(201))
     assert "pictures of 1800 bytes that came with jobs wait already; at most 2000 may" in str(refused)
     assert refused is not None
     assert refused.retry_after_s == costs[0], "when the first job is over"
-    more = uploads_refused(intake, pool, active, upload_of(1401))
+    more = uploads_refused(intake, pool, jobs, upload_of(1401))
     assert more is not None
     assert more.retry_after_s == sum(costs[:2]) != costs[0], "when two are"
     with intake.reserved("a", 1, upload_of(100)):
-        assert uploads_refused(intake, pool, active, upload_of(100)) is None
-        assert uploads_refused(intake, pool, active, upload_of(101)) is not None
-    assert uploads_refused(intake, pool, active, upload_of(101)) is None
+        assert uploads_refused(intake, pool, jobs, upload_of(100)) is None
+        assert uploads_refused(intake, pool, jobs, upload_of(101)) is not None
+    assert uploads_refused(intake, pool, jobs, upload_of(101)) is None
 
 
 def test_jobs_are_found_until_they_are_forgotten() -> None:
-    active, gone = ActiveJobs(Loop(), Metrics()), list[EngineJob]()
-    active.forgotten = gone.append
+    jobs, gone = ActiveJobs(Loop(), Metrics()), list[EngineJob]()
+    jobs.forgotten = gone.append
     one, other = active_of("a"), active_of("b")
-    active.add(one)
-    active.add(other)
-    assert (len(active), list(active)) == (2, [one, other])
-    assert active.get("a") is active.find("key", "id-a") is one
-    assert active.find("other", "id-a") is None
-    active.forget(one)
-    assert (len(active), gone, one.ended.is_set(), other.ended.is_set()) == (1, [one.work], True, False)
-    assert active.get("a") is active.find("key", "id-a") is None
+    jobs.add(one)
+    jobs.add(other)
+    assert (len(jobs), list(jobs)) == (2, [one, other])
+    assert jobs.get("a") is jobs.find("key", "id-a") is one
+    assert jobs.find("other", "id-a") is None
+    jobs.forget(one)
+    assert (len(jobs), gone, one.ended.is_set(), other.ended.is_set()) == (1, [one.work], True, False)
+    assert jobs.get("a") is jobs.find("key", "id-a") is None
 
 
 def test_places_are_looked_up_once_a_tick(clock: list[float]) -> None:
@@ -265,24 +265,24 @@ def test_places_are_looked_up_once_a_tick(clock: list[float]) -> None:
         def places(self) -> dict[Ticket, int]:
             return dict(self.found)
 
-    active, pool = ActiveJobs(Loop(), Metrics()), Places()
+    jobs, pool = ActiveJobs(Loop(), Metrics()), Places()
     one, begun = active_of("a"), active_of("b")
     begun.work.started_s = 1.0
     pool.found = {one.work.tickets[0]: 3, begun.work.tickets[0]: 0}
-    assert (active.place(one, pool), active.place(begun, pool)) == (3, None)  # type: ignore[arg-type]
+    assert (jobs.place(one, pool), jobs.place(begun, pool)) == (3, None)  # type: ignore[arg-type]
     pool.found[one.work.tickets[0]] = 2
-    assert active.place(one, pool) == 3  # type: ignore[arg-type]
+    assert jobs.place(one, pool) == 3  # type: ignore[arg-type]
     clock[0] += active.TICK_S * 1.01
-    assert active.place(one, pool) == 2  # type: ignore[arg-type]
+    assert jobs.place(one, pool) == 2  # type: ignore[arg-type]
 
 
 def test_who_waits_on_a_connection_is_not_put_off() -> None:
-    active, one, begun = ActiveJobs(Loop(), Metrics()), active_of("a"), active_of("b")
+    jobs, one, begun = ActiveJobs(Loop(), Metrics()), active_of("a"), active_of("b")
     begun.work.started_s = 1.0
-    assert (active.may_wait(one), active.may_wait(begun)) == (True, False)
-    with active.attended(one.record):  # type: ignore[arg-type]
-        assert not active.may_wait(one)
-    assert active.may_wait(one)
+    assert (jobs.may_wait(one), jobs.may_wait(begun)) == (True, False)
+    with jobs.attended(one.record):  # type: ignore[arg-type]
+        assert not jobs.may_wait(one)
+    assert jobs.may_wait(one)
 
 
 def test_a_key_has_so_many_requests_on_the_bench_and_no_more() -> None:
