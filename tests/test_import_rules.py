@@ -451,23 +451,16 @@ def test_a_function_that_only_its_own_file_calls_is_private(tmp_path):
 
 
 RECIPE_IS_ONE_ARGUMENT = {
-    "recipe/rules.py:check_together",  # rules that hold across sections
-    # a run: begun, gone on with, in phases, in a sweep, in the workers of a cluster
-    *("train/run.py:train", "train/run.py:_Launch", "train/run.py:sweep"),
+    # a run: begun, gone on with, in phases, in the workers of a cluster
+    *("train/run.py:train", "train/run.py:_Launch"),
     "cluster/train.py:train",
     # what is put together of it
-    *("train/checks.py:check_settings", "train/setup.py:make_job", "train/setup.py:make_task"),
+    *("train/setup.py:make_job", "train/setup.py:make_task"),
     "train/jobs.py:TrainingSetup",
     # what is made of it at the end
     "train/exports.py:Exporter",
     # the same run, counted instead of made
-    *(
-        "plan/settings.py:settings_of",
-        "plan/training.py:profile_recipe",
-    ),
-    *("plan/ask.py:ask_recipe_object", "plan/ask.py:estimate_run"),
-    # the same run, measured
-    "measure/training.py:bench_train",
+    *("plan/ask.py:ask_recipe_object", "plan/training.py:profile_recipe"),
 }
 """Who sees a whole recipe: functions that need most of its sections, or hand it on to one that does."""
 
@@ -518,6 +511,59 @@ def test_functions_take_the_sections_they_need(tmp_path, monkeypatch):
         "one.py:C.d",
         "one.py:e",
     }
+
+
+ON_ITS_OWN = {
+    "__main__.py",  # `python -m darkroom`
+    "cluster/notice.py",  # a program that runs next to `ray start`
+    "cli/machine.py",  # verbs, in the order of `darkroom --help`
+    "measure/job_history.py",  # needs the server's extra, which other benchmarks do without
+    "serve/hooks.py",  # what an operator's own functions import
+}
+"""Small files that one file imports, or none, with why they are files nevertheless."""
+SMALL = 120
+
+
+def small_files(source: Path) -> set[str]:
+    """Files of fewer lines that at most one other imports; a package's `__init__` is where its names are."""
+    modules = modules_of(source)
+    importing = Counter(
+        name for own, path in modules.items() for name in modules_imported(path, modules) - {own}
+    )
+    return {
+        path.relative_to(source).as_posix()
+        for name, path in modules.items()
+        if importing[name] < 2 and path.name != "__init__.py"
+        if path.read_text(encoding="utf-8").count("\n") < SMALL
+    }
+
+
+def test_a_small_file_has_two_that_import_it(tmp_path):
+    assert small_files(SOURCE) == ON_ITS_OWN
+    for name, text in (("one", "x = 1\n"), ("two", "import darkroom.one\n" * SMALL), ("three", "y = 2\n")):
+        (tmp_path / "darkroom").mkdir(exist_ok=True)
+        (tmp_path / "darkroom" / f"{name}.py").write_text(text)
+    assert small_files(tmp_path / "darkroom") == {"one.py", "three.py"}
+
+
+DIALECT = re.compile(
+    r"\b(told|beside|aboard|let go|whole or not|search for garbage|made larger|foretell\w*|in good order|"
+    r"whoever|keeping house|set aside|doors?|rooms?|walls?)\b(?! time)"
+)
+"""Words for which the field has others; 'wall time' is one of the field's own."""
+MEANT = {"horizons and walls have their energy", "format_seconds(self.wall_s)} wall", '".beside-*"'}
+"""Walls in photographs, seconds by the clock on the wall, and files of an older release."""
+
+
+def dialect_of(text: str) -> list[str]:
+    """The lines with such a word."""
+    return [line.strip() for line in text.splitlines() if DIALECT.search(line)]
+
+
+def test_source_is_written_in_the_words_of_the_field():
+    found = {line for path in FILES for line in dialect_of(path.read_text(encoding="utf-8"))}
+    assert {line for line in found if not any(words in line for words in MEANT)} == set()
+    assert dialect_of("# the wall time\n# rows go aboard\n# all doors") == ["# rows go aboard", "# all doors"]
 
 
 LONGEST = 80

@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 import warm
 from darkroom import models, sample
 from darkroom.cli.application import app as cli
-from darkroom.cluster.serve import ByQueue, OnRay, Replicas, application, run, shared, told_to_stop
+from darkroom.cluster.serve import ByQueue, OnRay, Replicas, application, run, shared, stop_gently
 from darkroom.errors import InputError
 from darkroom.models.adapters.adapter import Adapter, Layer
 from darkroom.models.adapters.read import adaptable, write_adapter
@@ -130,10 +130,10 @@ def test_a_first_signal_drains_and_a_second_leaves_at_once(monkeypatch):
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
     stop = threading.Event()
-    told_to_stop(stop)
+    stop_gently(stop)
     assert stop.is_set()
     assert left == []
-    told_to_stop(stop)
+    stop_gently(stop)
     assert left == [0]
 
 

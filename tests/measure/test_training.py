@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from darkroom.data.importers import import_pictures
 from darkroom.data.store import Store
 from darkroom.errors import InputError, RecipeError
 from darkroom.measure.training import BARE, LOOP, STEP, bare_step, bench_train
-from darkroom.recipe import make_recipe
+from darkroom.recipe import read_recipe
 from darkroom.train.jobs import Pinned, flops_per_image
 from darkroom.train.setup import make_job
 
@@ -21,7 +22,7 @@ VAE = {"block_out_channels": [8, 8], "norm_num_groups": 4, "layers_per_block": 1
 
 
 @pytest.fixture(scope="module")
-def recipe_of(tmp_path_factory):
+def file(tmp_path_factory):
     root = tmp_path_factory.mktemp("bench")
     (root / "pictures").mkdir()
     lines = []
@@ -31,21 +32,19 @@ def recipe_of(tmp_path_factory):
     (root / "pictures" / "metadata.jsonl").write_text("\n".join(lines))
     import_pictures(root / "pictures", Store.create(root / "store.lance"))
 
-    def make(**train):
-        content = {
-            "task": "autoencoder",
-            "model": {"base": "tiny", "vae": VAE},
-            "data": {"store": str(root / "store.lance"), "resolution": 16},
-            "optim": {"lr": 1e-3, "clip_norm": None},
-            "train": {"steps": 4, "global_batch": 8, "micro_batch": 4, "precision": "float32"} | train,
-        }
-        return make_recipe(content)
-
-    return make
+    content = {
+        "task": "autoencoder",
+        "model": {"base": "tiny", "vae": VAE},
+        "data": {"store": str(root / "store.lance"), "resolution": 16},
+        "optim": {"lr": 1e-3, "clip_norm": None},
+        "train": {"steps": 4, "global_batch": 8, "micro_batch": 4, "precision": "float32"},
+    }
+    (root / "recipe.yaml").write_text(yaml.safe_dump(content))
+    return root / "recipe.yaml"
 
 
-def job_of(recipe):
-    return make_job(recipe, Pinned(Path("unused")))
+def job_of(file, *overrides):
+    return make_job(read_recipe(file, overrides), Pinned(Path("unused")))
 
 
 def first_inputs(job):
@@ -53,8 +52,8 @@ def first_inputs(job):
         return job.task.inputs(next(batches), job.device)
 
 
-def test_rows_for_the_bare_step_the_step_and_the_loop(recipe_of):
-    rows = {row.case: row for row in bench_train(recipe_of(), repeats=2, warmup=1, chunk=2)}
+def test_rows_for_the_bare_step_the_step_and_the_loop(file):
+    rows = {row.case: row for row in bench_train(file, repeats=2, warmup=1, chunk=2)}
     assert list(rows) == [BARE, STEP, LOOP]
     assert rows[BARE].ratio == 1.0
     for row in rows.values():
@@ -71,20 +70,19 @@ def test_rows_for_the_bare_step_the_step_and_the_loop(recipe_of):
     assert 0.5 < (rows[LOOP].ratio or 0) < 5
 
 
-def test_the_bare_step_learns_what_the_whole_step_learns(recipe_of):
-    recipe = recipe_of(ema={"enabled": False})
+def test_the_bare_step_learns_what_the_whole_step_learns(file):
     weights = []
     for step_of in (lambda job, inputs: bare_step(job.step, inputs), lambda job, inputs: job.step(0, inputs)):
-        job = job_of(recipe)
+        job = job_of(file, "train.ema.enabled=false")
         step_of(job, first_inputs(job))
         weights.append([master.detach().clone() for master in job.step.weights.masters.values()])
-    before = [master.detach() for master in job_of(recipe).step.weights.masters.values()]
+    before = [master.detach() for master in job_of(file).step.weights.masters.values()]
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(weights[0], before, strict=True) if a.ndim > 1)
 
 
-def test_flops_are_counted_on_the_tasks_own_loss(recipe_of):
-    job = job_of(recipe_of())
+def test_flops_are_counted_on_the_tasks_own_loss(file):
+    job = job_of(file)
     found = flops_per_image(job.task, first_inputs(job))
     parameters = sum(master.numel() for master in job.step.weights.masters.values())
     # A kernel of a convolution is used at 8x8 to 16x16 places, 2 FLOP each, forward and twice backward.
@@ -92,8 +90,16 @@ def test_flops_are_counted_on_the_tasks_own_loss(recipe_of):
     assert all(param.grad is None for param in job.step.weights.masters.values())
 
 
-def test_wrong_input_is_refused(recipe_of):
+def test_wrong_input_is_refused(file):
     with pytest.raises(InputError, match="repeats=0"):
-        bench_train(recipe_of(), repeats=0)
+        bench_train(file, repeats=0)
     with pytest.raises(RecipeError):
-        bench_train(recipe_of(micro_batch=3))
+        bench_train(file, ["train.micro_batch=3"])
+
+
+def test_an_optimiser_whose_rate_is_of_another_scale_is_measured_too(file):
+    """Adafactor and Prodigy refuse the rate at which AdamW's weights stay as they are."""
+    own = ["optim.name=prodigy", "optim.lr=1"]
+    rows = {row.case: row for row in bench_train(file, own, repeats=1, warmup=0, chunk=1)}
+    assert list(rows) == [BARE, STEP, LOOP]
+    assert rows[STEP].ratio is not None

@@ -22,6 +22,7 @@ from darkroom.plan.ask import estimate_run
 from darkroom.plan.jobs import PrepareJob, Where, largest_rows, plan_preparing
 from darkroom.plan.roofline import Software
 from darkroom.recipe import read_recipe
+from darkroom.run import Run
 from darkroom.train import setup as job
 
 RECIPE = """
@@ -75,8 +76,12 @@ def test_all_cards_come_cheapest_first_and_broken_limits_last(capsys, recipe):
     assert priced == sorted(priced)
 
 
-def test_a_run_keeps_its_plan_where_it_was_counted_before(recipe):
-    other = read_recipe(recipe, ["train.global_batch=48", "train.ema.enabled=false"])
+def begun(folder: Path, recipe: Path, *overrides: str) -> Run:
+    return Run.create(folder, read_recipe(recipe, overrides).dump(), {})
+
+
+def test_a_run_keeps_its_plan_where_it_was_counted_before(recipe, tmp_path):
+    other = begun(tmp_path / "run", recipe, "train.global_batch=48", "train.ema.enabled=false")
     assert estimate_run(other) is None
     counted = estimate_run(other, count=True)
     kept = estimate_run(other)
@@ -84,24 +89,24 @@ def test_a_run_keeps_its_plan_where_it_was_counted_before(recipe):
     assert kept["steps"] == 100
     assert kept["batch"]["global"] == 48
     assert kept["line"].startswith("planned: ")
-    assert estimate_run(read_recipe(recipe, ["task=autoencoder"]), count=False) is None
+    assert estimate_run(begun(tmp_path / "vae", recipe, "task=autoencoder"), count=False) is None
 
 
-def test_what_the_verb_counted_serves_the_run(capsys, recipe):
+def test_what_the_verb_counted_serves_the_run(capsys, recipe, tmp_path):
     changed = "train.global_batch=40"
     code, out, _ = told(capsys, recipe, changed, "--json")
     assert code == 0
-    kept = estimate_run(read_recipe(recipe, [changed]))
+    kept = estimate_run(begun(tmp_path / "run", recipe, changed))
     assert kept["step_s"] == json.loads(out)["plans"][0]["step_s"]
 
 
-def test_a_run_of_another_machine_is_planned_for_that_machine(recipe):
+def test_a_run_of_another_machine_is_planned_for_that_machine(recipe, tmp_path):
     there = replace(machine(), devices=(Device("cuda", 0, "Tesla T4", 16 * 10**9),))
     again = Machine.from_dict(json.loads(json.dumps(there.to_dict())))
     assert again == there
-    found = estimate_run(read_recipe(recipe), count=True, on=again)
+    found = estimate_run(begun(tmp_path / "run", recipe), count=True, on=again)
     assert found["device"] == "T4"
-    on_cpu = estimate_run(read_recipe(recipe, ["train.device=cpu"]), count=True, on=again)
+    on_cpu = estimate_run(begun(tmp_path / "cpu", recipe, "train.device=cpu"), count=True, on=again)
     assert on_cpu["device"].startswith("CPU")
 
 

@@ -15,7 +15,8 @@ from darkroom.sample import denoise, generate
 from darkroom.sample.choice import make_table, solvers_of
 from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch
 from darkroom.sample.optimisations.steps import interval_of
-from darkroom.sample.solvers import TIMESTEP, Flow
+from darkroom.sample.schedule import Flow
+from darkroom.sample.solvers import TIMESTEP
 
 SHAPE = (4, 8, 8)
 CLASSES: dict[str, Any] = {

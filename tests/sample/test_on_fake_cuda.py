@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from darkroom import models, sample
 from darkroom.hardware import accelerator
-from darkroom.models.adapters.adapter import Adapter, Factors, Layer
-from darkroom.models.adapters.bank import Bank, Change
+from darkroom.models.adapters.adapter import Adapter, Change, Factors, Layer
+from darkroom.models.adapters.bank import Bank
 from darkroom.models.adapters.read import adaptable
 from darkroom.models.control import ControlNet, _controlnet
 from darkroom.models.image_prompt import ImagePrompt, cross_attentions, installed

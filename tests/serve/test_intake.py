@@ -416,7 +416,7 @@ def test_several_that_never_fit_together_are_no_matter_of_waiting(run_http):
     """The fifth of five had been refused with 429 at each try, in a queue of four that was empty."""
 
     async def scenario(core, http):
-        route = f"/v2/models/{core.model.name}/infer"
+        route = f"/v2/models/{core.catalogue.model.name}/infer"
         return [await http.post(route, json=infer(num)) for num in (5, 4)]
 
     over, fits = run_http(scenario, limits=Limits(queue=4, queue_per_key=4))
@@ -431,7 +431,7 @@ def test_several_are_counted_once_and_refused_before_the_first_is_accepted(run_h
     limits = Limits(pictures_per_day=7, rate_per_minute=12.0)
 
     async def scenario(core, http):
-        route = f"/v2/models/{core.model.name}/infer"
+        route = f"/v2/models/{core.catalogue.model.name}/infer"
         first = await http.post(route, json=infer(4))  # two lie ready: two more are lent
         soon = await http.post(route, json=infer(2))
         core._intake._rates._buckets.clear()

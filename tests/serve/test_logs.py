@@ -103,7 +103,7 @@ def test_a_picture_is_found_by_its_hash_whatever_the_dialect_and_the_format(run_
             await ask(f"hf-{kind}", "/", {"inputs": "a", "parameters": few}, Accept=f"image/{kind}")
             wanted = {"name": "image", "parameters": {"format": kind}}
             body = {"inputs": [tensor], "outputs": [wanted], "parameters": few}
-            await ask(f"kserve-{kind}", f"/v2/models/{core.model.name}/infer", body)
+            await ask(f"kserve-{kind}", f"/v2/models/{core.catalogue.model.name}/infer", body)
         more = {"output_format": "jpeg", "stream": True}
         await ask("openai-stream", "/v1/images/generations", {**openai, **more})
         await ask("vertex", "/predict", {"instances": [{"prompt": "a"}], "parameters": few})

@@ -213,7 +213,7 @@ def test_a_client_that_left_finds_its_picture_when_it_asks_again(run_http):
     async def scenario(core, http):
         told, body = {"Idempotency-Key": "k"}, {"prompt": "a", "num_inference_steps": 40}
         asking = asyncio.create_task(http.post("/v1/images/generations", json=body, headers=told))
-        while not len(core._lives):
+        while not len(core._active):
             await asyncio.sleep(0.005)
         asking.cancel()
         await asyncio.sleep(0.05)

@@ -14,7 +14,6 @@ from subjects import check_resumes_exactly, recipe_for
 
 from darkroom.data.images import ColourChange
 from darkroom.errors import RecipeError
-from darkroom.train.checks import check_settings
 from darkroom.train.jobs import Pinned
 from darkroom.train.setup import make_job
 
@@ -111,7 +110,7 @@ def test_prepared_latents_are_refused() -> None:
     with pytest.raises(
         RecipeError, match=r"data.augment: given, but prepared latents .* set data.encode=inline"
     ):
-        check_settings(recipe, 1)
+        recipe.check(1)
 
 
 # ---- buckets with prior preservation

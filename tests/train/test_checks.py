@@ -1,4 +1,4 @@
-"""What is checked of a recipe of phases, and what is left to each phase."""
+"""What is checked of a recipe of phases and left to each phase; what is asked of the machine that trains."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from darkroom.errors import RecipeError
+from darkroom.plan.ask import ask_recipe_object
 from darkroom.recipe import read_recipe
-from darkroom.train.checks import check_settings
+from darkroom.train.checks import check_reach
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sd2-two-phases.yaml"
 
@@ -16,13 +17,13 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "sd2-two-phases.yaml"
 def test_lengths_are_each_phases_own():
     whole = read_recipe(RECIPE)
     assert whole.optim.warmup_steps > whole.train.steps  # which no phase uses
-    check_settings(whole)
+    whole.check()
     for _, phase in whole.in_phases(Path("run")):
-        check_settings(phase)
+        phase.check()
     with pytest.raises(RecipeError, match="^optim.warmup_steps: 10000 is more than train.steps 1000"):
-        check_settings(read_recipe(RECIPE, ["phases=[]"]))
+        read_recipe(RECIPE, ["phases=[]"]).check()
     short = read_recipe(RECIPE, ["phases=[{resolution: 256, samples: 4096}]"])
-    check_settings(next(short.in_phases(Path("run")))[1])
+    next(short.in_phases(Path("run")))[1].check()
 
 
 def test_a_phase_shorter_than_the_recipes_warm_up_gets_one_of_its_own():
@@ -37,4 +38,14 @@ def test_a_phase_shorter_than_the_recipes_warm_up_gets_one_of_its_own():
     assert (first.optim.warmup_steps, second.optim.warmup_steps) == (steps // 10, warmup)
     own = read_recipe(RECIPE, ["phases=[{resolution: 256, samples: 4096, warmup_steps: 900}]"])
     with pytest.raises(RecipeError, match="^optim.warmup_steps: 900 is more than train.steps 2"):
-        check_settings(next(own.in_phases(Path("run")))[1])
+        next(own.in_phases(Path("run")))[1].check()
+
+
+def test_a_plan_asks_nothing_of_the_machine_that_only_training_needs(monkeypatch, tmp_path):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    recipe = read_recipe(RECIPE, ["phases=[]", "optim.warmup_steps=10", "track.wandb=emoji"])
+    with pytest.raises(RecipeError, match=r"^track.wandb: 'emoji', but there is no API key"):
+        check_reach(recipe.track, recipe.evaluate, recipe.checkpoint)
+    assert ask_recipe_object(recipe).settings["global_batch"] == recipe.train.global_batch

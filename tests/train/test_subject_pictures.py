@@ -78,12 +78,10 @@ def test_own_class_pictures_are_counted_as_they_are_imported(
 
 def test_runs_share_class_pictures_that_are_alike(base: Path, photos: Path, tmp_path: Path) -> None:
     prior = ("data.class_prompt=a photo of a dog", "data.num_class_images=1", "train.steps=1")
-    told = [{"data.resolution": side, "optim.lr": lr} for side, lr in ((32, 1e-3), (32, 2e-3), (64, 1e-3))]
-    recipes = [
-        (one, recipe_for("dreambooth-lora", base, photos, *prior, *(f"{k}={v}" for k, v in one.items())))
-        for one in told
-    ]
-    sweep(recipes, out=tmp_path / "sweep", console=lambda _: None)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(recipe_for("dreambooth-lora", base, photos, *prior).dump())
+    several = ["data.resolution=32,64", "optim.lr=1e-3,2e-3"]
+    assert len(sweep(file, several, out=tmp_path / "sweep", console=lambda _: None)) == 4
     sides = sorted(Image.open(path).width for path in (tmp_path / "sweep").glob("class-*/*.png"))
     assert sides == [32, 64]
     # As many as are wanted are there, but of another size.

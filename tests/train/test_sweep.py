@@ -122,13 +122,13 @@ def test_names_of_a_sweeps_runs(recipe_of: MakeRecipe, tmp_path: Path) -> None:
     assert alike[2] == "word-cat"
     file = recipe_file(recipe_of, tmp_path)
     with pytest.raises(InputError, match=r"the sweep has lr-1e-5 twice"):
-        sweep(read_sweep(file, ["optim.lr=1e-5,1e-5"]), out=tmp_path / "s")
+        sweep(file, ["optim.lr=1e-5,1e-5"], out=tmp_path / "s")
 
 
 def test_a_mistake_in_one_run_is_found_before_the_first_begins(recipe_of: MakeRecipe, tmp_path: Path) -> None:
     file, out = recipe_file(recipe_of, tmp_path), tmp_path / "s"
     with pytest.raises(RecipeError, match="optim.warmup_steps: 900 is more than train.steps"):
-        sweep(read_sweep(file, ["optim.warmup_steps=0,900"]), out=out, console=lambda _: None)
+        sweep(file, ["optim.warmup_steps=0,900"], out=out, console=lambda _: None)
     assert not out.exists()
 
 
@@ -147,10 +147,9 @@ def test_a_budget_stops_with_the_state_saved_and_more_goes_on(recipe_of: MakeRec
 
 def test_a_sweeps_budget_is_that_of_all_its_runs(recipe_of: MakeRecipe, tmp_path: Path) -> None:
     file = recipe_file(recipe_of, tmp_path, "train.steps=2")
-    whole = read_sweep(file, ["optim.lr=1e-3,2e-3"])
-    results = sweep(whole, out=tmp_path / "s", console=lambda _: None)
+    rates = "optim.lr=1e-3,2e-3"
+    results = sweep(file, [rates], out=tmp_path / "s", console=lambda _: None)
     used_h = results[0].bill.wall_s / 3600
     # What the first run used is more than there is: the second is not begun.
-    small = read_sweep(file, ["optim.lr=1e-3,2e-3", f"budget.hours={used_h / 2}"])
     with pytest.raises(Stopped, match="is spent"):
-        sweep(small, out=tmp_path / "s", console=lambda _: None)
+        sweep(file, [rates, f"budget.hours={used_h / 2}"], out=tmp_path / "s", console=lambda _: None)

@@ -323,15 +323,15 @@ def test_the_console_says_loss_speed_time_and_cost(recipe_of: MakeRecipe, tmp_pa
     said: list[str] = []
     empty = dict.fromkeys(("batch", "step_s", "images_per_s", "peak_bytes", "steps", "cost", "device"))
     plan = {**empty, "line": "planned: 3 s", "hours": 3 / 3600}
-    asked: list[int] = []
+    asked: list[tuple[Run, int]] = []
 
-    def estimate(recipe: Recipe, devices: int) -> dict[str, Any]:
-        asked.append(devices)
+    def estimate(run: Run, devices: int) -> dict[str, Any]:
+        asked.append((run, devices))
         return plan
 
     train(recipe_of("autoencoder"), out=tmp_path / "run", console=said.append, estimate=estimate)
     assert said.count("planned: 3 s") == 1
-    assert asked == [1]
+    assert [(run.path, devices) for run, devices in asked] == [(tmp_path / "run", 1)]
     assert Run.open(tmp_path / "run").plan() == plan
     lines = [line for line in said if line.startswith("step ")]
     assert len(lines) == 2

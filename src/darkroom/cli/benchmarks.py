@@ -104,9 +104,8 @@ def bench_train(
         )
         return _measured(rows, out, as_json)
     from darkroom.measure.training import bench_train as run
-    from darkroom.recipe.read import read_recipe
 
-    _measured(run(read_recipe(recipe, overrides or []), repeats=repeats), out, as_json)
+    _measured(run(recipe, overrides or [], repeats=repeats), out, as_json)
     return None
 
 

@@ -133,8 +133,9 @@ def train(
         return plan_here(recipe, overrides or [], as_json)
     from darkroom.recipe.read import read_sweep
 
-    # What starts the processes that train does not itself import what they need.
-    place, say = out or Path("runs") / recipe.stem, console(as_json)
+    # What starts processes that train does not itself import what they need.
+    place = out or Path("runs") / recipe.stem
+    how: Any = {"out": place, "resume": resume, "console": console(as_json)}
     recipes = read_sweep(recipe, overrides or [], of=of)
     if engine not in ("auto", "local", "torchrun", "ray"):
         raise InputError(f"--engine {engine}", allowed="auto, local, torchrun, ray")
@@ -143,30 +144,29 @@ def train(
             raise InputError(f"{len(recipes)} recipes with --engine ray", allowed="one value for each key")
         from darkroom.cluster.train import train as train_on_ray
 
-        placement = on_ray.placement()
-        made = train_on_ray(recipes[0][1], out=place, placement=placement, resume=resume, console=say)
-        return _show_run(made, as_json)
+        return _show_run(train_on_ray(recipes[0][1], placement=on_ray.placement(), **how), as_json)
     on_ray.check_engine(engine)
-    from darkroom.train.checks import check_settings
+    from darkroom.train.checks import check_reach
     from darkroom.train.distributed.ranks import is_first, launch, num_processes, starts_processes
 
-    if engine != "local" and starts_processes(recipes[0][1].parallel):
-        count = num_processes(recipes[0][1].parallel)
-        if not recipes[0][1].phases:
-            check_settings(recipes[0][1], count)
+    first = recipes[0][1]
+    if engine != "local" and starts_processes(first.parallel):
+        count = num_processes(first.parallel)
+        if not first.phases:
+            first.check(count)
+            check_reach(first.track, first.evaluate, first.checkpoint)
         arguments = ["train", str(recipe), *(overrides or []), "--out", str(place), "--resume", resume]
         arguments += [] if of is None else ["--from", of]
         flags = [flag for flag, is_set in (("--json", as_json), ("--plan-first", plan_first)) if is_set]
         return launch([*arguments, "--engine", "local", *flags], count)
     from darkroom.plan.ask import estimate_run
-    from darkroom.train.run import sweep
-    from darkroom.train.run import train as run
+    from darkroom.train import run
 
-    estimate = partial(estimate_run, count=plan_first)
+    how |= {"whole_process": True, "estimate": partial(estimate_run, count=plan_first)}
     if len(recipes) > 1:
-        tried = sweep(recipes, out=place, resume=resume, estimate=estimate, console=say, whole_process=True)
+        tried = run.sweep(recipe, overrides or [], of=of, **how)
         return _show_sweep(tried, as_json) if is_first() else None
-    result = run(recipes[0][1], out=place, resume=resume, estimate=estimate, console=say, whole_process=True)
+    result = run.train(first, **how)
     return _show_run(result, as_json) if is_first() else None
 
 

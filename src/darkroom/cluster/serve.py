@@ -174,7 +174,7 @@ def run(settings: ServeSettings, replicas: Replicas, address: str | None = None)
 
         LOG.info("%s", cluster.line())
         for number in STOP_SIGNALS:
-            signal.signal(number, lambda *_: told_to_stop(stop))
+            signal.signal(number, lambda *_: stop_gently(stop))
         serve.start(proxy_location="EveryNode", http_options={"host": settings.host, "port": port})
         try:
             serve.run(application(settings, replicas), name=settings.name, route_prefix="/")
@@ -187,7 +187,7 @@ def run(settings: ServeSettings, replicas: Replicas, address: str | None = None)
             serve.shutdown()
 
 
-def told_to_stop(stop: threading.Event) -> None:
+def stop_gently(stop: threading.Event) -> None:
     """The first signal has the replicas drain. A second one leaves at once; on a cluster they drain on."""
     from darkroom.serve.api.app import leave
 

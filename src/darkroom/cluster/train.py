@@ -36,7 +36,8 @@ from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, fir
 from darkroom.hardware.system import on_stop_signal
 
 if TYPE_CHECKING:
-    from darkroom.recipe.sections import DataSettings, ParallelSettings, Recipe, TrainSettings
+    from darkroom.recipe.recipe import Recipe
+    from darkroom.recipe.sections import DataSettings, ParallelSettings, TrainSettings
     from darkroom.train.trainer import TrainResult
 
 Say = Callable[[str], None]

@@ -128,13 +128,13 @@ def _opened(data: bytes, max_pixels: int) -> Image.Image:
     except MemoryError:  # the machine's trouble, not the picture's
         raise
     except Exception as error:  # a torn header makes Pillow's readers raise anything
-        raise PictureError("undecodable", _told(error)) from None
+        raise PictureError("undecodable", _message(error)) from None
     if image.width * image.height > max_pixels:
         raise PictureError("bomb", f"{image.width}x{image.height} pixels, more than {max_pixels}")
     return image
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
@@ -144,7 +144,7 @@ def _loaded(image: Image.Image) -> Image.Image:
     except MemoryError:
         raise
     except Exception as error:  # as above: zlib, struct, index and type errors among others
-        raise PictureError("undecodable", _told(error)) from None
+        raise PictureError("undecodable", _message(error)) from None
     return image
 
 

@@ -101,7 +101,7 @@ def prompts_of_pictures(
     if None in found.values():
         folder = Path(pictures.name)
         captions: dict[str, str | None] = {}
-        for key, caption in _captions_beside(folder):
+        for key, caption in _captions_of_pictures(folder):
             captions.setdefault(key, caption)
         for file, prompt in found.items():
             if prompt is None:
@@ -115,7 +115,7 @@ def prompts_of_pictures(
     return tuple(prompt or "" for prompt in found.values())
 
 
-def _captions_beside(folder: Path) -> Iterator[tuple[str, str | None]]:
+def _captions_of_pictures(folder: Path) -> Iterator[tuple[str, str | None]]:
     """Keys and captions as `import` reads them; InputError in terms of what can be said here."""
     try:
         yield from FolderSource(folder, Columns()).captions()

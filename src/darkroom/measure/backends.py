@@ -275,13 +275,13 @@ def _picture_rows(
             baseline=None if name == DIFFUSERS else timings[DIFFUSERS],
             images=1,
             steps=steps,
-            settings={**settings, **case_settings.get(name, {}), **_told_likeness(drawn[name], reference)},
+            settings={**settings, **case_settings.get(name, {}), **_likeness_columns(drawn[name], reference)},
         ).model_copy(update={"warmup_s": warm[name]})
         for name, timing in timings.items()
     ]
 
 
-def _told_likeness(picture: Image.Image, reference: Image.Image) -> dict[str, Any]:
+def _likeness_columns(picture: Image.Image, reference: Image.Image) -> dict[str, Any]:
     found = likeness([picture], [reference])
     return {
         "psnr_db": str(found["psnr_db"]) if found["max_diff"] == 0 else round(found["psnr_db"], 2),

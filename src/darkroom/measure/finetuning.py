@@ -19,7 +19,7 @@ from darkroom.hardware import machine
 from darkroom.hardware.machine import versions
 from darkroom.measure.timing import Measurement, _commit, append_csv, read_csv
 from darkroom.recipe.read import make_recipe
-from darkroom.recipe.sections import Recipe
+from darkroom.recipe.recipe import Recipe
 
 TASKS = {
     "full": "finetune",

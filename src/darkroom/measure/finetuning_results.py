@@ -56,12 +56,12 @@ def step_rows(
         if one is None:
             found, failure = alone_if_it_fits(weigh, bench.content(case), repeats)
             one = table.add(_step_row(bench, case, found) if found else _failed_row(bench, case, failure))
-            say(_told(one))
+            say(_described(one))
         rows.append(one)
     return rows
 
 
-def _told(one: Measurement) -> str:
+def _described(one: Measurement) -> str:
     if one.images_per_s is None:
         return f"{one.case}: {one.note}"
     peak = (one.peak_memory_bytes or 0) / 1e6

@@ -131,7 +131,7 @@ def _case(drawing: Workload, names: str, plain: Start, repeats: int, flops: int)
     run = Metered(lambda: drawing.run(cold.backend, watch=watch), device)
     turns: dict[str, Callable[[], object]] = {PLAIN: lambda: drawing.run(plain.backend), names: run}
     timings = interleave(turns, repeats=repeats, warmup=0, device=device)
-    with _aside(drawing, names):
+    with _off_the_card(drawing, names):
         _, peak = peak_memory(run, device)
     likely = likeness([p.image for p in cold.pictures], [p.image for p in plain.pictures])
     lossy = any(
@@ -150,7 +150,7 @@ def _case(drawing: Workload, names: str, plain: Start, repeats: int, flops: int)
 
 
 @contextmanager
-def _aside(drawing: Workload, names: str) -> Iterator[None]:
+def _off_the_card(drawing: Workload, names: str) -> Iterator[None]:
     """The plain model off the card while the memory of one that is offloaded is measured."""
     moves, device = "offload_" in names, drawing.device
     if moves:

@@ -33,7 +33,7 @@ from darkroom import models
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware.system import load_average
 from darkroom.measure.timing import Measurement, Timing, measurement
-from darkroom.measure.trace import RANK, TraceRequest, draw_trace, make_adapters, sizes_for, told_of
+from darkroom.measure.trace import RANK, TraceRequest, description_of, draw_trace, make_adapters, sizes_for
 
 DARKROOM, ONE, SAME_KEY = "darkroom", "one at a time", "same key together"
 LOADS = (0.5, 1.0, 4.0)
@@ -229,7 +229,7 @@ class _ServingRun:
             "model": self.family,
             "adapters": self.bench.adapters,
             "threads": self.bench.threads or "torch's own",
-            **told_of(trace),
+            **description_of(trace),
         }
 
     def _cut(self, rate: float) -> list[TraceRequest]:
@@ -331,7 +331,7 @@ async def _ask(client: Client, name: str, asked: TraceRequest, due_s: float) -> 
     """One request from its due time to its end, given up on the way where the trace says so."""
     await asyncio.sleep(max(0.0, due_s - time.time()))
     sent_s = time.time()
-    status, head, _ = await client.whole("PUT", f"/jobs/{name}", body_of(asked))
+    status, head, _ = await client.whole("PUT", f"/jobs/{name}", asked.body())
     outcome = Outcome(asked, "failed", due_s, answered_s=time.time())
     if status == 429:
         outcome = replace(outcome, state="refused", refused_after_s=time.time() - sent_s)
@@ -364,24 +364,10 @@ def _retry_after(head: str) -> float | None:
 async def _wait_out(client: Client, name: str, refused: Outcome, after_s: float) -> Outcome:
     """Ask again after `Retry-After`, and give the place back: only whether there was one counts."""
     await asyncio.sleep(after_s)
-    status, _ = await client.ask("PUT", f"/jobs/{name}-again", body_of(refused.asked))
+    status, _ = await client.ask("PUT", f"/jobs/{name}-again", refused.asked.body())
     if status == 202:
         await client.ask("DELETE", f"/jobs/{name}-again")
     return replace(refused, tried_again_s=time.time(), taken_again=status == 202)
-
-
-def body_of(asked: TraceRequest) -> dict[str, Any]:
-    """A request as `/jobs` takes it."""
-    chosen = [] if asked.adapter is None else [{"name": asked.adapter}]
-    return {
-        "prompt": asked.prompt,
-        "width": asked.width,
-        "height": asked.height,
-        "steps": asked.steps,
-        "guidance": asked.guidance,
-        "seed": asked.seed,
-        "adapters": chosen,
-    }
 
 
 async def _give_up(client: Client, name: str, step: int) -> None:

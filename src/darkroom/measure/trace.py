@@ -62,6 +62,12 @@ class TraceRequest:
         """As JSON has it."""
         return asdict(self)
 
+    def body(self) -> dict[str, Any]:
+        """As `/jobs` takes it."""
+        names = ("prompt", "width", "height", "steps", "guidance", "seed")
+        adapters = [] if self.adapter is None else [{"name": self.adapter}]
+        return {**{name: getattr(self, name) for name in names}, "adapters": adapters}
+
 
 def draw_trace(
     count: int, *, seed: int, sizes: Sequence[tuple[int, int]], adapters: Sequence[str] = ()
@@ -91,7 +97,7 @@ def draw_trace(
     return trace
 
 
-def told_of(trace: Sequence[TraceRequest]) -> dict[str, Any]:
+def description_of(trace: Sequence[TraceRequest]) -> dict[str, Any]:
     """What a row of measurements says of a trace."""
     return {
         "requests": len(trace),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,8 @@ from darkroom.errors import InputError
 from darkroom.hardware.machine import environment
 from darkroom.hardware.memory import PeakMemory
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
-from darkroom.recipe.sections import Recipe
+from darkroom.recipe.read import read_recipe
+from darkroom.recipe.rules import own_rate
 from darkroom.run import Run
 from darkroom.train.jobs import Pinned, TrainingSetup, flops_per_image
 from darkroom.train.setup import make_job
@@ -34,22 +35,29 @@ BARE, STEP, LOOP = "bare step", "step", "training loop"
 
 
 def bench_train(
-    recipe: Recipe, *, repeats: int = 7, warmup: int = 1, chunk: int | None = None
+    file: Path,
+    overrides: Sequence[str] = (),
+    *,
+    repeats: int = 7,
+    warmup: int = 1,
+    chunk: int | None = None,
 ) -> list[Measurement]:
-    """Rows for the bare step (forward, backward, optimiser), the recipe's whole step (with clipping,
-    averaging and the rate's schedule) and the training loop: seconds of a step, in chunks of `chunk` steps
-    (`train.log_every` unless said) that take turns. Ratios are to the bare step.
+    """Rows for the bare step (forward, backward, optimiser), the whole step of a recipe's file (with
+    clipping, averaging and the rate's schedule) and the training loop: seconds of a step, in chunks of
+    `chunk` steps (`train.log_every` unless given) that take turns. Ratios are to the bare step.
 
     Nothing is kept: the run is made in a temporary folder. Raises what training the recipe would raise.
     """
     if repeats < 1 or warmup < 0:
         raise InputError(f"repeats={repeats}, warmup={warmup}", allowed="repeats >= 1, warmup >= 0")
-    chunk = chunk or recipe.train.log_every
+    recipe = read_recipe(file, overrides)
+    optim, chunk = recipe.optim, chunk or recipe.train.log_every
     steps = chunk * (warmup + repeats) + 1
-    # Without what is not the loop, and with a rate at which the weights stay as they are.
+    # Without what is not the loop, and, of AdamW's scale, at a rate that leaves the weights as they are.
+    others = own_rate(recipe.task, optim.name, scales=optim.scale_parameter)
     changes = {
         "train": recipe.train.model_copy(update={"steps": steps}),
-        "optim": recipe.optim.model_copy(update={"lr": 1e-9, "warmup_steps": 0}),
+        "optim": optim.model_copy(update={"lr": optim.lr if others else 1e-9, "warmup_steps": 0}),
         "checkpoint": recipe.checkpoint.model_copy(update={"every": steps + 1}),
         "sample": recipe.sample.model_copy(update={"every": 0, "prompts": ()}),
         "evaluate": recipe.evaluate.model_copy(update={"every": 0}),

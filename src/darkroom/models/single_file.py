@@ -82,7 +82,7 @@ def _read(path: Path, file: Any, parts: Sequence[str] | None, as_stored: bool, w
     keys = set(file.keys())
     prefixes = _prefixes(path, keys)
     shape = _FileShapes(file, keys, prefixes)
-    metadata = _told(file)
+    metadata = _own_metadata(file)
     family, overrides = (metadata["family"], metadata["configs"]) if metadata else _recognised(path, shape)
     there: list[str] = [part for part in ("unet", "vae", "text_encoder") if part in prefixes]
     if "text_encoder" in there:
@@ -110,7 +110,7 @@ def _read(path: Path, file: Any, parts: Sequence[str] | None, as_stored: bool, w
         _fill(path, encoder, rules, file, keys, as_stored)
         _number_positions(encoder)
     if keys and parts is None:
-        _tell_unused(path, keys)
+        _log_unused(path, keys)
     return model
 
 
@@ -193,7 +193,7 @@ def _predicts_v(path: Path, shapes: _FileShapes) -> bool:
     return predicts_v
 
 
-def _told(file: Any) -> dict[str, Any] | None:
+def _own_metadata(file: Any) -> dict[str, Any] | None:
     """What darkroom wrote into the metadata: family, configurations, tokenizers."""
     text = (file.metadata() or {}).get(METADATA)
     if text is None:
@@ -320,7 +320,7 @@ def _number_positions(encoder: nn.Module) -> None:
                 module.register_buffer(name, torch.arange(buffer.shape[-1])[None], persistent=False)
 
 
-def _tell_unused(path: Path, keys: set[str]) -> None:
+def _log_unused(path: Path, keys: set[str]) -> None:
     unused = sorted(key for key in keys if not ALSO_THERE.search(key))
     if unused:
         LOG.warning("'%s': %d tensors are not used, such as %s", path, len(unused), unused[0])

@@ -32,15 +32,19 @@ from darkroom.plan.jobs import (
 )
 from darkroom.plan.roofline import Software
 from darkroom.plan.settings import (
+    as_counted,
+    check_planned,
     configs_of,
+    of_pictures,
+    of_steps,
     own_guidance,
+    packs,
     picture_profile,
     pictures_of,
     preparing_profile,
     read_phase,
     rows_of,
     runs_of,
-    settings_of,
     text_of,
 )
 from darkroom.plan.show import gb, hours, seconds, to_dict, usd, with_intervals
@@ -60,7 +64,8 @@ from darkroom.recipe.rules import channels_last
 
 if TYPE_CHECKING:
     from darkroom.hardware.machine import Machine
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.recipe import Recipe
+    from darkroom.run import Run
 
 MOST_DEVICES = 65536
 USUAL_PRECISION = "float32"  # of `generate`, `serve` and `prepare` by default
@@ -195,7 +200,9 @@ def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None =
     text = text_of(path)
     runs = runs_of("\n".join([text, *overrides]), path.parent)
     key = {"recipe": text, "overrides": list(overrides), "phase": phase, "runs": runs}
-    settings = cached({**key, "settings": 11}, lambda: settings_of(*read_phase(path, overrides, phase)))
+    settings = cached(
+        {**key, "settings": 12}, lambda: ask_recipe_object(*read_phase(path, overrides, phase)).settings
+    )
     settings["rows"] = rows_of(settings["store"])
 
     def count(precision: str, gpu: bool) -> Profile:
@@ -226,8 +233,14 @@ class NotCounted(DarkroomError):
     """The counts of a recipe are not kept from before, and nobody may wait for them now."""
 
 
-def ask_recipe_object(recipe: Recipe, name: str = "recipe", *, count: bool = True) -> PlanRequest:
-    """The same of a recipe that is read already. Without `count` only kept counts serve, else NotCounted."""
+def ask_recipe_object(
+    recipe: Recipe, notes: Sequence[str] = (), *, name: str = "recipe", count: bool = True
+) -> PlanRequest:
+    """The same of a recipe that is read already. Without `count` only kept counts serve, else NotCounted.
+
+    Raises InputError for what is not planned, RecipeError for what contradicts itself, ModelError for a base
+    that is no model's name.
+    """
 
     def counted(precision: str, gpu: bool) -> Profile:
         """The recipe's counts in a precision. Raises NotCounted where nothing may be counted."""
@@ -237,7 +250,18 @@ def ask_recipe_object(recipe: Recipe, name: str = "recipe", *, count: bool = Tru
             raise NotCounted(name)
         return profile_recipe(recipe, precision, gpu=gpu)
 
-    settings = settings_of(recipe)
+    check_planned(recipe.task, recipe.model)
+    recipe.check()
+    model, data, train, optim = recipe.model, recipe.data, recipe.train, recipe.optim
+    alike = recipe.model_copy(update=as_counted(train, optim, data, recipe.sample))
+    settings = {
+        "recipe": alike.dump(),
+        "notes": list(notes),
+        "phases": len(recipe.phases),
+        "packs": recipe.frozen_unet and packs(model, train, recipe.adapter),
+        **of_pictures(recipe.task, model, data),
+        **of_steps(train, optim, recipe.parallel, recipe.checkpoint),
+    }
     settings["rows"] = rows_of(settings["store"])
     return _asked_training(name, settings, counted)
 
@@ -385,22 +409,24 @@ def planned_columns(asked: PlanRequest, gpu: str, count: int) -> dict[str, Any]:
 
 
 def estimate_run(
-    recipe: Recipe, devices: int = 1, *, count: bool = False, on: Machine | None = None
+    run: Run, devices: int = 1, *, count: bool = False, on: Machine | None = None
 ) -> dict[str, Any] | None:
-    """The plan of a recipe's run as plain values, on this machine or another; None where there is none.
+    """The plan of a run as plain values, on this machine or another; None where there is none.
 
     Without `count` only counts that are kept from an earlier plan serve: counting takes 5 to 20 s.
     """
     from darkroom.hardware.machine import machine
+    from darkroom.recipe.read import recipe_of
 
-    if recipe.train.device == "cpu":
-        on = replace(on or machine(), devices=())
-    target = Target(count=devices, machine=on)
     try:
-        plan = plans(ask_recipe_object(recipe, recipe.task, count=count), target)[0]
+        recipe = recipe_of(run.recipe, run.path)
+        asked = ask_recipe_object(recipe, name=recipe.task, count=count)
+        if asked.settings["on_cpu"]:
+            on = replace(on or machine(), devices=())
+        plan = plans(asked, Target(count=devices, machine=on))[0]
     except DarkroomError:
         return None
-    return {**to_dict(plan), "steps": recipe.train.steps, "line": line(plan)}
+    return {**to_dict(plan), "steps": asked.settings["steps"], "line": line(plan)}
 
 
 def line(plan: Plan) -> str:

@@ -196,7 +196,7 @@ def _asked(task: str, model: str, resolution: int, settings: Mapping[str, str]) 
     if task == "textual-inversion":
         content["model"]["word"] = {"token": "<new>", "initial": "a"}
     overrides = [f"{key}={value}" for key, value in settings.items()]
-    return ask_recipe_object(make_recipe(content, overrides), task)
+    return ask_recipe_object(make_recipe(content, overrides), name=task)
 
 
 def _largest(

@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Any
 from darkroom.errors import InputError, RecipeError
 from darkroom.models.reference import check_reference
 from darkroom.plan.counts import Profile, cached_profile
-from darkroom.recipe.sections import VAE_TASKS, Recipe
+from darkroom.recipe.recipe import Recipe
+from darkroom.recipe.sections import VAE_TASKS
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from darkroom.recipe.sections import (
         AdapterSettings,
+        CheckpointSettings,
         DataSettings,
         ModelSettings,
         OptimSettings,
+        ParallelSettings,
         SampleSettings,
         TrainSettings,
     )
@@ -74,63 +77,66 @@ def _default(section: BaseModel, key: str) -> Any:
     return type(section).model_fields[key].get_default(call_default_factory=True)
 
 
-def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """What a plan needs of a recipe besides its counts. InputError for what is not planned, ModelError for a
-    base that is no model's name.
-    """
-    if recipe.task == "extractor":
+def check_planned(task: str, model: ModelSettings) -> None:
+    """InputError for a task that is not planned, ModelError for a base that is no model's name."""
+    if task == "extractor":
         raise InputError(
             "a plan of task extractor",
             allowed="the other tasks",
             mend="a small extractor trains within minutes: just train it",
         )
-    check_reference(str(recipe.model.base))
-    from darkroom.train.checks import check_settings
-    from darkroom.train.data.local_dataset import CLASS_STEPS
+    check_reference(str(model.base))
 
-    check_settings(recipe)
-    train, vae, parallel = recipe.train, recipe.model.vae, recipe.parallel
-    counted = as_counted(train, recipe.optim, recipe.data, recipe.sample)
-    stores_text = recipe.data.text != "inline" and not recipe.model.train_text_encoder
+
+def of_steps(
+    train: TrainSettings, optim: OptimSettings, parallel: ParallelSettings, checkpoint: CheckpointSettings
+) -> dict[str, Any]:
+    """What a plan needs of how a run's steps are made and kept."""
     return {
-        "recipe": recipe.model_copy(update=counted).dump(),
-        "notes": list(notes),
-        "phases": len(recipe.phases),
         "mode": "fsdp" if parallel.mode == "fsdp" else "ddp",
         "alone": parallel.mode == "none",
         "nodes": parallel.nodes,
         "node_devices": None if parallel.devices == "auto" else parallel.devices,
         "shard": parallel.shard if parallel.mode == "fsdp" else "grads",
+        "gradient_bytes": 2 if parallel.reduce == "bf16" else 4,  # between processes
         "channels_last": train.channels_last,
         "compile": train.compile != "none",
         "tf32": train.tf32,
-        "gradient_bytes": 2 if parallel.reduce == "bf16" else 4,  # between processes
-        "task": recipe.task,
+        "on_cpu": train.device == "cpu",
         "steps": train.steps,
         "global_batch": train.global_batch,
         "micro_batch": None if train.micro_batch == "auto" else train.micro_batch,
         "precision": train.precision,
-        "optimiser": recipe.optim.name,
-        "store": getattr(recipe.data, "store", None),
-        "pictures": recipe.data.folder or recipe.data.instance,
-        "class_pictures": recipe.data.num_class_images if recipe.data.class_prompt else 0,
-        "class_images": recipe.data.class_images,
-        "class_steps": CLASS_STEPS,
-        "base": str(recipe.model.base),
-        "packs": recipe.frozen_unet and _packs(recipe.model, train, recipe.adapter),
-        "vae": vae if isinstance(vae, str) else None,
-        "resolution": recipe.data.resolution,
-        "encode": recipe.data.encode,
-        "stores_text": stores_text,  # where latents are stored beforehand
-        "reads": _reads(recipe.task, recipe.data, stores_text),
         "checkpointing": train.gradient_checkpointing,
         "aligns": train.align.extractor is not None,
-        "saves": 1 if recipe.checkpoint.background else -(-train.steps // recipe.checkpoint.every),
+        "optimiser": optim.name,
+        "saves": 1 if checkpoint.background else -(-train.steps // checkpoint.every),
     }
 
 
-def _packs(model: ModelSettings, train: TrainSettings, adapter: AdapterSettings | None) -> bool:
-    """Whether model.base_precision would take less memory of a frozen U-Net: it is allowed and not said."""
+def of_pictures(task: str, model: ModelSettings, data: DataSettings) -> dict[str, Any]:
+    """What a plan needs of a model and of the pictures that it is trained on."""
+    from darkroom.train.data.local_dataset import CLASS_STEPS
+
+    stores_text = data.text != "inline" and not model.train_text_encoder
+    return {
+        "task": task,
+        "base": str(model.base),
+        "vae": model.vae if isinstance(model.vae, str) else None,
+        "store": data.store,
+        "pictures": data.folder or data.instance,
+        "class_pictures": data.num_class_images if data.class_prompt else 0,
+        "class_images": data.class_images,
+        "class_steps": CLASS_STEPS,
+        "resolution": data.resolution,
+        "encode": data.encode,
+        "stores_text": stores_text,  # where latents are stored beforehand
+        "reads": _reads(task, data, stores_text),
+    }
+
+
+def packs(model: ModelSettings, train: TrainSettings, adapter: AdapterSettings | None) -> bool:
+    """Whether model.base_precision, not given, would take less memory of a frozen U-Net."""
     kind = "lora" if adapter is None else adapter.kind
     return model.base_precision is None and train.compile == "none" and kind in ("lora", "loha", "lokr")
 

@@ -32,7 +32,7 @@ from darkroom.plan.tracing import (
 )
 from darkroom.prepare.encoders import encode_moments
 from darkroom.recipe.sections import VAE_TASKS, AdapterSettings, AlignSettings
-from darkroom.sample.generate import pictures_a_call
+from darkroom.sample.choice import pictures_a_call
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 from darkroom.train import setup as job
 from darkroom.train.data.local_dataset import has_own_store
@@ -46,7 +46,8 @@ from darkroom.train.tasks.distill import DistributionMatching
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from darkroom.recipe.sections import DataSettings, ModelSettings, Recipe, TrainSettings
+    from darkroom.recipe.recipe import Recipe
+    from darkroom.recipe.sections import DataSettings, ModelSettings, TrainSettings
 
 
 CPU = torch.device("cpu")
@@ -358,7 +359,7 @@ def samples(
     rows = together if guidance is not None and guidance <= 1 else 2 * together
     at_once = max(1, min(together, DECODE_PICTURES, DECODE_PIXELS // resolution**2))
     call, x = unet_call(model.unet), torch.empty(rows, model.latent_channels, side, side)
-    inputs = _told(model, rows, next(model.modules["unet"].parameters()).dtype)
+    inputs = _conditioning(model, rows, next(model.modules["unet"].parameters()).dtype)
     trace = counter.start_trace()
     with torch.no_grad():
         counter.stage = SAMPLES
@@ -369,7 +370,7 @@ def samples(
     return moments_of((trace, trace), ROWS, cpu=not gpu)  # the same whatever the batch
 
 
-def _told(model: Model, rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _conditioning(model: Model, rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """A U-Net's inputs other than latents: states of its texts, and SDXL's sizes and pooled states."""
     configs = text_configs(model)
     width, length = sum(c.hidden_size for c in configs), configs[0].max_position_embeddings

@@ -29,7 +29,7 @@ from darkroom.plan.show import between, half_width, spread
 from darkroom.proof import tables as t
 from darkroom.proof.drawings import KEY, five_plots
 from darkroom.proof.peers import OthersStep, others_profile, picture_profile
-from darkroom.proof.published import shares, told_error, validate
+from darkroom.proof.published import error_text, shares, validate
 from darkroom.proof.published_runs import Pretraining, images_s, micro_that_fits, pictures_s, steps_s
 from darkroom.proof.tables import Predict, PublishedValue, card, constant
 from darkroom.report import html
@@ -293,7 +293,7 @@ def _table_of(found: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> I
 
 def _verdict(found: Mapping[str, Any]) -> str:
     kind = "the median" if found["by_median"] else "each cell"
-    message = f"{kind} within {_bound(found)}; {told_error(found)}"
+    message = f"{kind} within {_bound(found)}; {error_text(found)}"
     if found["holds"]:
         return _note(f"Holds: {message}.")
     words = html.escape(f"Misses its bound: {message}.")

@@ -267,7 +267,7 @@ class Validation:
             verdict = "holds" if found["holds"] else "does NOT hold"
             kind = "median" if found["by_median"] else "each"
             bound = f"{kind} within {found['limit']:.2g}"
-            yield f"{found['table']}: {verdict} ({bound}; {told_error(found)})"
+            yield f"{found['table']}: {verdict} ({bound}; {error_text(found)})"
             if found["reading"]:
                 yield f"  reading: {found['reading']}"
             width = max(len(row["case"]) for row in found["rows"])
@@ -276,7 +276,7 @@ class Validation:
             yield ""
 
 
-def told_error(found: Mapping[str, Any]) -> str:
+def error_text(found: Mapping[str, Any]) -> str:
     """A table's error, and whether constants had seen it."""
     if found["seen_error"] is None:
         return f"median error {found['median_error']:.1%}, nothing of it is fitted"

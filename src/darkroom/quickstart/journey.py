@@ -188,7 +188,7 @@ class Journey:
         now.save(self.out / BILL)
         self.say(f"   {format_seconds(now.wall_s - before)}")
 
-    def _tell(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         self.say(f"   {line}")
 
     # ---- the stages
@@ -198,14 +198,14 @@ class Journey:
 
         folder = self.out / "drawn"
         captions = write_set(folder, self.scale.num_pictures, seed=self.seed)
-        self._tell(
+        self._log(
             f"{len(captions):,} pictures of {PICTURE_SIZE} px: {len(SHAPES)} shapes, {len(COLORS)} colours, "
             f"such as '{captions[0]}'"
         )
         for line in import_pictures(folder, self.store).lines():
-            self._tell(line)
+            self._log(line)
         check_unseen(self.store, self.hidden)
-        self._tell(
+        self._log(
             f"none of the {len(self.hidden)} held-out triples is in the store, from which all is learned"
         )
 
@@ -217,7 +217,7 @@ class Journey:
 
         report = prepare(self.store, self.vae_run / "model", resolution=PICTURE_SIZE, batch_rows=64)
         for line in report.lines():
-            self._tell(line)
+            self._log(line)
 
     def _train_unet(self) -> Path:
         prompts = [triple.caption for triple in varied(self.wanted, _SAMPLE_PROMPTS)]
@@ -231,7 +231,7 @@ class Journey:
 
         seeds = (f"train.seed={self.seed}", f"model.seed={self.seed}")
         read = read_recipe(RECIPES / f"{recipe}.yaml", [f"data.store={self.store}", *seeds, *overrides])
-        result = train(read, out=run, console=self._tell)
+        result = train(read, out=run, console=self._log)
         self.meter.images += result.bill.images
         return result.model
 
@@ -245,7 +245,7 @@ class Journey:
             steps=self.scale.sample_steps,
             guidance=self.scale.guidance,
             solver="dpmpp_2m",
-            notice=self._tell,
+            notice=self._log,
         )
         self.meter.images += len(pictures)
         temporary = self.out / ".pictures"

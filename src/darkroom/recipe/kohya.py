@@ -6,7 +6,6 @@ named and left out; what is known and cannot be had is refused.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -26,6 +25,7 @@ from darkroom.recipe.kohya_options import (
     BLOCKS,
     DEFAULTS,
     ENDS,
+    HALF,
     MOST_RANK,
     MOST_REPEATS,
     NEEDLESS,
@@ -38,6 +38,8 @@ from darkroom.recipe.kohya_options import (
     TEXT,
     TIMES,
     check_numbers,
+    inner_patterns,
+    layers_of_blocks,
     read_arguments,
     read_choice,
     read_file,
@@ -232,9 +234,9 @@ def _caption_dropout(read: RecipeDraft, given: Mapping[str, Any]) -> None:
 
 
 def _near(folder: Path, name: Any) -> Path:
-    """A file named in a TOML: beside it, or from where darkroom was started, as sd-scripts have it."""
-    beside = folder / str(name)
-    return beside if beside.is_file() or not Path(str(name)).is_file() else Path(str(name))
+    """A file named in a TOML: in its folder, or from the working directory, as in sd-scripts."""
+    path = Path(str(name))
+    return path if path.is_file() and not (folder / path).is_file() else folder / path
 
 
 def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,10 +281,6 @@ def _network(read: RecipeDraft, given: Mapping[str, Any]) -> None:
             read.unknown.append(f"network_args {name}")
 
 
-HALF, SIDES = 12, {"down": 1, "up": 13}
-"""sd-scripts' blocks of SD 1.x and 2.x: 12 down (the first has no layers), one in the middle, 12 up."""
-
-
 def _blocks(read: RecipeDraft, given: Mapping[str, Any], arguments: dict[str, str], *, kernels: bool) -> None:
     """Rates, ranks and alphas by block, as patterns of layers."""
     down, mid, up = (
@@ -293,7 +291,7 @@ def _blocks(read: RecipeDraft, given: Mapping[str, Any], arguments: dict[str, st
         weights = [*(down or [1.0] * HALF), *(mid or [1.0]), *(up or [1.0] * HALF)]
         rules = [
             {"match": f"unet.{layer}", "lr_scale": weights[index]}
-            for index, layer in _layers_of_blocks()
+            for index, layer in layers_of_blocks()
             if weights[index] != 1
         ]
         read.add_rules(rules)
@@ -301,8 +299,8 @@ def _blocks(read: RecipeDraft, given: Mapping[str, Any], arguments: dict[str, st
         if numbers := _numbers(arguments, name, 2 * HALF + 1):
             shown = [
                 (pattern, kind(numbers[index]))
-                for index, layer in _layers_of_blocks()
-                for pattern in _inner_patterns(layer, kernels=kernels)
+                for index, layer in layers_of_blocks()
+                for pattern in inner_patterns(layer, kernels=kernels)
             ]
             read.put(f"adapter.{key}_pattern", dict(shown))
 
@@ -323,31 +321,6 @@ def _numbers(arguments: dict[str, str], name: str, count: int) -> list[float]:
             mend="say optim.layers or adapter.rank_pattern",
         )
     return found
-
-
-def _layers_of_blocks() -> Iterator[tuple[int, str]]:
-    """Each of sd-scripts' blocks by its number, with the names of what is in it."""
-    yield HALF, "mid_block"
-    for i, (side, first) in itertools.product(range(4), SIDES.items()):
-        block, steps = f"{side}_blocks.{i}", 2 if side == "down" else 3
-        for j in range(steps):
-            if (i < 3) if side == "down" else i:
-                yield first + 3 * i + j, f"{block}.attentions.{j}"
-            yield first + 3 * i + j, f"{block}.resnets.{j}"
-        if i < 3:
-            yield first + 3 * i + 2, f"{block}.{side}samplers.0"
-
-
-def _inner_patterns(layer: str, *, kernels: bool) -> Iterator[str]:
-    """What of a block's part has the rank of linear layers; kernels have conv_dim."""
-    if layer == "mid_block":
-        yield "unet.mid_block.attentions.*"
-        if kernels:
-            yield "unet.mid_block.resnets.*_*"
-    elif ".attentions." in layer:
-        yield f"unet.{layer}.*"
-    elif kernels and ".resnets." in layer:
-        yield f"unet.{layer}.*_*"  # time_emb_proj and conv_shortcut
 
 
 def _preset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -398,3 +399,32 @@ def table() -> str:
     )
     lines.append("| `full_matrix` | `adapter.rank` | 4096 of lokr, as is any higher rank: whole matrices |")
     return "\n".join(lines)
+
+
+HALF, SIDES = 12, {"down": 1, "up": 13}
+"""sd-scripts' blocks of SD 1.x and 2.x: 12 down (the first has no layers), one in the middle, 12 up."""
+
+
+def layers_of_blocks() -> Iterator[tuple[int, str]]:
+    """Each of sd-scripts' blocks by its number, with the names of what is in it."""
+    yield HALF, "mid_block"
+    for i, (side, first) in itertools.product(range(4), SIDES.items()):
+        block, steps = f"{side}_blocks.{i}", 2 if side == "down" else 3
+        for j in range(steps):
+            if (i < 3) if side == "down" else i:
+                yield first + 3 * i + j, f"{block}.attentions.{j}"
+            yield first + 3 * i + j, f"{block}.resnets.{j}"
+        if i < 3:
+            yield first + 3 * i + 2, f"{block}.{side}samplers.0"
+
+
+def inner_patterns(layer: str, *, kernels: bool) -> Iterator[str]:
+    """What of a block's part has the rank of linear layers; kernels have conv_dim."""
+    if layer == "mid_block":
+        yield "unet.mid_block.attentions.*"
+        if kernels:
+            yield "unet.mid_block.resnets.*_*"
+    elif ".attentions." in layer:
+        yield f"unet.{layer}.*"
+    elif kernels and ".resnets." in layer:
+        yield f"unet.{layer}.*_*"  # time_emb_proj and conv_shortcut

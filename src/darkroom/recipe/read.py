@@ -25,19 +25,16 @@ from darkroom.hardware.system import read_typed
 from darkroom.recipe.fine_tuning import (
     FINE_TUNING,
 )
+from darkroom.recipe.recipe import RENAMED, Recipe, with_new_names
 from darkroom.recipe.rules import (
     Default,
-    check_together,
     own_rate,
 )
 from darkroom.recipe.sections import (
     ADAPTER_TASKS,
-    RENAMED,
     OptimSettings,
     PhaseSettings,
-    Recipe,
     TrainSettings,
-    with_new_names,
 )
 
 TEXTS = ("data.prompt", "data.class_prompt", "data.filter", "adapter.trigger")
@@ -111,7 +108,7 @@ def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, sourc
     if shorter := _shortened(content, recipe.train, recipe.optim, recipe.phases, overrides):
         notes += shorter
         recipe = _validated(content, source)
-    check_together(recipe)
+    recipe.check_together()
     recipe._derived = (*notes, *_derivations(content))
     return recipe
 

@@ -14,7 +14,8 @@ from typing import Any, get_args
 
 from darkroom.errors import InputError
 from darkroom.recipe.read import defaults_of
-from darkroom.recipe.sections import OptimSettings, Recipe, Task
+from darkroom.recipe.recipe import Recipe
+from darkroom.recipe.sections import OptimSettings, Task
 
 REQUIRED = "required"
 _LIMITS = (

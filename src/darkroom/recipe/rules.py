@@ -8,10 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from darkroom.errors import RecipeError
 from darkroom.recipe.fine_tuning import (
     FINE_TUNING,
-    check_adapter,
-    check_base_precision,
-    check_preference,
-    check_subject,
     is_subject,
 )
 from darkroom.recipe.sections import (
@@ -26,11 +22,11 @@ if TYPE_CHECKING:
         AdapterSettings,
         DataSettings,
         EvaluateSettings,
+        ExtractorSettings,
         ModelSettings,
         ObjectiveSettings,
         OptimSettings,
         PhaseSettings,
-        Recipe,
         TrainSettings,
     )
 
@@ -58,30 +54,7 @@ def own_rate(task: Any, name: Any, *, scales: bool = True) -> Default | None:
 MIXED_TASKS = ("pretrain", *VAE_TASKS, "finetune", "lora")
 
 
-def check_together(recipe: Recipe) -> None:
-    """RecipeError for parts of a recipe that contradict its task or each other, before anything is opened."""
-    task, model, data, adapter = recipe.task, recipe.model, recipe.data, recipe.adapter
-    objective, optim, train = recipe.objective, recipe.optim, recipe.train
-    _check_sources(task, data)
-    _check_mixture(task, data)
-    _check_sets(task, data, train)
-    _check_folder(task, data)
-    check_adapter(task, adapter, model, data, recipe.parallel, optim)
-    check_subject(task, model, data)
-    check_base_precision(task, model, adapter, train, frozen=recipe.frozen_unet)
-    check_preference(task, data, adapter, objective)
-    _check_text(task, data, model, adapter)
-    _check_masks(data, objective)
-    _check_optimiser(optim, train)
-    _check_rates(task, optim, recipe.phases)
-    _check_parallel(task, recipe.parallel, optim, train)
-    _check_online(task, data)
-    _check_extras(task, train, data, phases=bool(recipe.phases))
-    _check_distill(task, objective, model, adapter)
-    _check_patience(recipe.evaluate, data)
-
-
-def _check_patience(evaluate: EvaluateSettings, data: DataSettings) -> None:
+def check_patience(evaluate: EvaluateSettings, data: DataSettings) -> None:
     if evaluate.patience is not None and not (evaluate.every and data.holdout):
         key = "evaluate.every" if not evaluate.every else "data.holdout"
         raise RecipeError("evaluate.patience", f"given, but {key} is 0", mend=f"set {key}")
@@ -92,7 +65,7 @@ def _sources(data: DataSettings) -> list[str]:
     return [key for key in ("store", "stores", "folder", "instance", "sets") if getattr(data, key)]
 
 
-def _check_sources(task: str, data: DataSettings) -> None:
+def check_sources(task: str, data: DataSettings) -> None:
     sources = _sources(data)
     fine = task in FINE_TUNING
     wanted = "data.instance" if is_subject(task) else "data.folder" if fine else "data.store"
@@ -102,7 +75,7 @@ def _check_sources(task: str, data: DataSettings) -> None:
         raise RecipeError("data", f"{' and '.join(sources)} are both given", allowed="one of them")
 
 
-def _check_folder(task: str, data: DataSettings) -> None:
+def check_folder(task: str, data: DataSettings) -> None:
     stored = bool(data.store or data.stores)
     if data.repeats == "folders" and stored:
         mend = "weigh several stores in data.stores"
@@ -115,7 +88,7 @@ def _check_folder(task: str, data: DataSettings) -> None:
         )
 
 
-def _check_mixture(task: str, data: DataSettings) -> None:
+def check_mixture(task: str, data: DataSettings) -> None:
     stores = data.stores
     if not stores:
         return
@@ -133,7 +106,7 @@ def _check_mixture(task: str, data: DataSettings) -> None:
         raise RecipeError("data.stores", f"'{double}' is given twice", mend="say it once, with one weight")
 
 
-def _check_sets(task: str, data: DataSettings, train: TrainSettings) -> None:
+def check_sets(task: str, data: DataSettings, train: TrainSettings) -> None:
     if not data.sets:
         return
     if task not in ("finetune", "lora"):
@@ -166,7 +139,7 @@ CAPTIONS = (
 """Settings of `data` with which a caption is not read as it stands in the store."""
 
 
-def _check_text(task: str, data: DataSettings, model: ModelSettings, adapter: AdapterSettings | None) -> None:
+def check_text(task: str, data: DataSettings, model: ModelSettings, adapter: AdapterSettings | None) -> None:
     """Stored text states are of the store's captions, by an encoder that stays as it is."""
     if task in (*VAE_TASKS, "extractor") and (
         caption_key := next((name for name in CAPTIONS if getattr(data, name)), None)
@@ -193,7 +166,7 @@ def _check_text(task: str, data: DataSettings, model: ModelSettings, adapter: Ad
         )
 
 
-def _check_masks(data: DataSettings, objective: ObjectiveSettings) -> None:
+def check_masks(data: DataSettings, objective: ObjectiveSettings) -> None:
     if data.mask == "alpha" and data.store:
         raise RecipeError(
             "data.mask", "alpha with data.store", allowed="the name of a column of masks; alpha with a folder"
@@ -219,7 +192,7 @@ _OF_ONE = {
 """Settings of `optim` that one optimiser has."""
 
 
-def _check_optimiser(optim: OptimSettings, train: TrainSettings) -> None:
+def check_optimiser(optim: OptimSettings, train: TrainSettings) -> None:
     for key, only in _OF_ONE.items():
         given = getattr(optim, key)
         if optim.name != only and given != type(optim).model_fields[key].default:
@@ -272,7 +245,7 @@ def _check_optimiser(optim: OptimSettings, train: TrainSettings) -> None:
         )
 
 
-def _check_rates(task: str, optim: OptimSettings, phases: Sequence[PhaseSettings]) -> None:
+def check_rates(task: str, optim: OptimSettings, phases: Sequence[PhaseSettings]) -> None:
     """A rate for AdamW makes an optimiser of another scale learn nothing, and nobody would see why."""
     own = own_rate(task, optim.name, scales=optim.scale_parameter)
     if own is None:
@@ -291,7 +264,7 @@ def _check_rates(task: str, optim: OptimSettings, phases: Sequence[PhaseSettings
             )
 
 
-def _check_extras(task: str, train: TrainSettings, data: DataSettings, *, phases: bool) -> None:
+def check_extras(task: str, train: TrainSettings, data: DataSettings, *, phases: bool) -> None:
     """Where routing or alignment contradict the rest."""
     routing, align = train.routing, train.align
     on = [name for name, used in (("routing", routing.keep < 1), ("align", align.extractor)) if used]
@@ -321,7 +294,7 @@ def _check_extras(task: str, train: TrainSettings, data: DataSettings, *, phases
         )
 
 
-def _check_distill(
+def check_distill(
     task: str, objective: ObjectiveSettings, model: ModelSettings, adapter: AdapterSettings | None
 ) -> None:
     if task != "distill":
@@ -347,7 +320,7 @@ def _check_distill(
             raise RecipeError(key, f"{value} with the task distill, whose teacher is the model as it is")
 
 
-def _check_online(task: str, data: DataSettings) -> None:
+def check_online(task: str, data: DataSettings) -> None:
     """What cannot be encoded by other machines."""
     if data.encode != "online":
         return
@@ -367,9 +340,7 @@ SHARDED_OPTIMISERS = (
 )  # each number has a step of its own; the rest need matrices
 
 
-def _check_parallel(
-    task: str, parallel: ParallelSettings, optim: OptimSettings, train: TrainSettings
-) -> None:
+def check_parallel(task: str, parallel: ParallelSettings, optim: OptimSettings, train: TrainSettings) -> None:
     """What processes together cannot do."""
     if isinstance(parallel.devices, int) and parallel.devices < 1:
         raise RecipeError("parallel.devices", f"{parallel.devices}", allowed="1 or more, or auto")
@@ -429,6 +400,110 @@ def _check_sharded(task: str, optim: OptimSettings, train: TrainSettings) -> Non
             "true with parallel.mode=fsdp, which cuts weights in their plain layout",
             allowed="auto or false; or parallel.mode=ddp",
         )
+
+
+# ---- what cannot be trained, though it can be read: a recipe of phases need not be of a length
+
+
+def check_stored(data: DataSettings) -> None:
+    """RecipeError where prepared latents are to be read of pictures that vary."""
+    if data.encode == "stored" and (data.flip or data.crop == "random" or data.augment.used):
+        named = "flip" if data.flip else "crop" if data.crop == "random" else "augment"
+        given = "given" if named == "augment" else getattr(data, named)
+        raise RecipeError(
+            f"data.{named}",
+            f"{given}, but prepared latents are of pictures as they are, cut at the centre",
+            mend="set data.encode=inline",
+        )
+
+
+def check_scored(task: str, evaluate: EvaluateSettings, data: DataSettings) -> None:
+    """RecipeError where scores are asked for of a task or pictures that give none."""
+    if not evaluate.every_images:
+        return
+    if task in (*VAE_TASKS, "extractor"):
+        raise RecipeError(
+            "evaluate.every_images",
+            f"{evaluate.every_images} with the task {task}, which draws no pictures from captions",
+            allowed="0",
+        )
+    if not data.holdout:
+        raise RecipeError(
+            "data.holdout",
+            "0, but evaluate.every_images scores against held-out pictures",
+            mend="hold some out: data.holdout=0.01, or a number of pictures",
+        )
+
+
+def check_extractor(
+    train: TrainSettings, data: DataSettings, model: ModelSettings, settings: ExtractorSettings
+) -> None:
+    """RecipeError for settings that the task extractor has no use for or cannot follow."""
+    if train.micro_batch not in ("auto", train.global_batch):
+        raise RecipeError(
+            "train.micro_batch",
+            f"{train.micro_batch}, but pictures are contrasted with all others of a batch",
+            allowed=f"auto, or train.global_batch ({train.global_batch})",
+        )
+    if train.gradient_checkpointing:
+        raise RecipeError("train.gradient_checkpointing", "true", allowed="false with the task extractor")
+    if data.buckets:
+        raise RecipeError("data.buckets", "true", allowed="false with the task extractor")
+    if model.train_text_encoder or model.vae is not None:
+        raise RecipeError("model", "a VAE or text encoder", allowed="neither with the task extractor")
+    least = 2**settings.network.levels
+    if data.resolution < 2 * least:
+        raise RecipeError(
+            "data.resolution", f"{data.resolution} with so many levels", allowed=f"{2 * least} or more"
+        )
+
+
+def check_length(train: TrainSettings, optim: OptimSettings) -> None:
+    if optim.warmup_steps > train.steps:
+        raise RecipeError(
+            "optim.warmup_steps", f"{optim.warmup_steps} is more than train.steps {train.steps}"
+        )
+    if train.ema.start_step >= train.steps and train.ema.enabled:
+        raise RecipeError(
+            "train.ema.start_step",
+            f"{train.ema.start_step} is not before the end ({train.steps} steps)",
+            mend="start earlier, or set train.ema.enabled=false",
+        )
+
+
+def check_vae_task(task: str, model: ModelSettings, data: DataSettings, train: TrainSettings) -> None:
+    if model.train_text_encoder:
+        raise RecipeError("model.train_text_encoder", f"true, but the task {task} trains a VAE alone")
+    if task == "tiny-vae" and train.gradient_checkpointing:
+        # diffusers' encoder of this kind leaves out its scaling of pixels where it is checkpointed
+        raise RecipeError("train.gradient_checkpointing", "true", allowed="false with the task tiny-vae")
+    if task == "autoencoder" and isinstance(model.vae, str):
+        raise RecipeError(
+            "model.vae",
+            f"'{model.vae}', but the VAE is what is trained",
+            mend="give the folder as model.base to go on from it, or changes to the family's VAE here",
+        )
+    if data.buckets:
+        raise RecipeError("data.buckets", "true", allowed=f"false with the task {task}")
+
+
+def check_micro_batch(settings: TrainSettings) -> None:
+    """RecipeError unless the global batch is made of whole micro-batches."""
+    micro, batch = settings.micro_batch, settings.global_batch
+    if micro == "auto" or (0 < micro <= batch and batch % micro == 0):
+        return
+    fitting = sorted(divisors(batch), key=lambda d: abs(d - micro))[:3]
+    raise RecipeError(
+        "train.micro_batch",
+        f"{micro} does not divide train.global_batch {batch}",
+        allowed=", ".join(map(str, sorted(fitting))) + " or auto",
+    )
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def check_batch(train: TrainSettings, size: int) -> None:

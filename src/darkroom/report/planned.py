@@ -55,14 +55,12 @@ def plans_of(runs: Sequence[Run], *, make: bool) -> dict[Path, Mapping[str, Any]
 def _planned_now(run: Run) -> dict[str, Any] | None:
     """The plan of a run for the machine it ran on; None where its files do not say enough."""
     from darkroom.plan.ask import estimate_run
-    from darkroom.recipe.sections import Recipe
 
     bill = run.bill()
     with suppress(DarkroomError, ValueError, TypeError, KeyError, OSError):
         there = Machine.from_dict(run.environment["machine"])
         on = None if there.name == machine().name else there
-        recipe = Recipe.model_validate(run.recipe)
-        found = estimate_run(recipe, bill.num_devices if bill else 1, count=True, on=on)
+        found = estimate_run(run, bill.num_devices if bill else 1, count=True, on=on)
         return None if found is None else {**found, "made_for_report": True}
     return None
 

@@ -227,16 +227,16 @@ def _marked(axes: Axes, place: float, row: Marks, longest: float) -> None:
     axes.barh(place + up, row.published, height=0.34, color=MUTED, alpha=0.45)
     axes.plot(row.retold, place + up, "D", ms=4.4, mfc=PAPER, mec=INK, mew=1.0, zorder=5)
     end = max(row.published, row.retold + longest * 0.015)
-    _tell(axes, end, place + up, row.published, longest)
+    _label(axes, end, place + up, row.published, longest)
     if row.own is None:
         return
     axes.barh(place - 0.2, row.own, height=0.34, color=SERIES[0])
     if row.low is not None and row.high is not None:
         axes.plot([row.low, row.high], [place - 0.2] * 2, color=INK, lw=1.1, zorder=5)
-    _tell(axes, row.high or row.own, place - 0.2, row.own, longest)
+    _label(axes, row.high or row.own, place - 0.2, row.own, longest)
 
 
-def _tell(axes: Axes, x: float, y: float, value: float, longest: float) -> None:
+def _label(axes: Axes, x: float, y: float, value: float, longest: float) -> None:
     label = f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
     axes.text(x + longest * 0.02, y, label, va="center", fontsize=7.5)
 

@@ -20,16 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from darkroom.errors import InputError
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import split_weight
-from darkroom.models.adapters.adapter import MAX_BLOCKS, Adapter, Blocks
-from darkroom.models.adapters.bank import (
-    SLOTS,
-    WEIGHTS,
-    Bank,
-    Choice,
-    check_weight,
-    lay_out,
-    low_rank_of,
-)
+from darkroom.models.adapters.adapter import MAX_BLOCKS, Adapter, Blocks, check_weight, low_rank_of
+from darkroom.models.adapters.bank import SLOTS, WEIGHTS, Bank, Choice, lay_out
 from darkroom.models.adapters.read import read_adapter
 from darkroom.sample.denoise import Condition
 

@@ -1,10 +1,10 @@
-"""Which solver to use: by its name, or the one in the model's folder."""
+"""Which solver to use, by its name or as the model's folder says; and the table of its steps at a size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,11 +12,15 @@ from darkroom import options
 from darkroom.errors import InputError
 from darkroom.models.model import is_flow
 from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES, SOLVERS, Solver
-from darkroom.picture_settings import MAX_STEPS
+from darkroom.picture_settings import MAX_STEPS, GenerateSettings
 from darkroom.sample import solvers
-from darkroom.sample import solvers as flow
-from darkroom.sample.schedule import Schedule, check_spacing
+from darkroom.sample.inputs import nearest_side
+from darkroom.sample.optimisations.table import parse as parse_optimisations
+from darkroom.sample.schedule import FLOW_SPACINGS, Flow, Schedule, check_spacing
 from darkroom.sample.solvers import CLIP_RANGE, SolverRequest, SolverTable
+
+if TYPE_CHECKING:
+    from darkroom.models.model import Model
 
 FILL: dict[str, Callable[[SolverRequest], SolverTable]] = {
     name: getattr(solvers, name) for name in (*options.SOLVER_NAMES, *options.FLOW_SOLVER_NAMES)
@@ -218,10 +222,10 @@ def _flow_table(
             f"solver {solver} with a model of rectified flow",
             allowed=", ".join([*FLOW_SOLVER_NAMES, *FOR_FLOW]),
         )
-    schedule = flow.Flow.from_config(config)
+    schedule = Flow.from_config(config)
     _check_request(solver, schedule, num_steps, eta, sigmas)
     spacing = spacing or "linspace"
-    allowed = flow.SPACINGS[:1] if solver == "flow_dpmpp_2m" else flow.SPACINGS
+    allowed = FLOW_SPACINGS[:1] if solver == "flow_dpmpp_2m" else FLOW_SPACINGS
     if spacing not in allowed:
         raise InputError(f"spacing {spacing} with solver {solver}", allowed=" or ".join(allowed))
     start = _first_step(num_steps, strength)
@@ -291,3 +295,69 @@ def _checked(filled: SolverTable, schedule: Schedule) -> SolverTable:
             mend="with zero terminal SNR use v-prediction, or leading spacing, or euler",
         )
     return filled
+
+
+def with_lcm(settings: GenerateSettings, optimise: Sequence[str] | str) -> GenerateSettings:
+    """With the `lcm` optimisation the solver is its own, unless another is asked for."""
+    lcm = any(choice.name == "lcm" for choice in parse_optimisations(optimise))
+    return settings.model_copy(update={"solver": "lcm"}) if lcm and settings.solver is None else settings
+
+
+def table_for(model: Model, settings: GenerateSettings) -> SolverTable:
+    """The table that settings ask of a model's scheduler."""
+    steps = settings.steps
+    if steps is None:
+        steps = settings.resolved(settings.solver or default_solver(model.scheduler)[0]).steps
+    assert steps is not None
+    return make_table(
+        settings.solver,
+        model.scheduler,
+        steps,
+        eta=settings.eta,
+        spacing=settings.spacing,
+        karras=settings.karras,
+        exponential=settings.exponential,
+        sigmas=settings.sigmas,
+        is_sdxl=model.is_sdxl,
+        strength=1.0 if settings.strength is None else settings.strength,
+    )
+
+
+# ---- a pass: a table at a size
+
+# As many pictures a U-Net call as have this many latent pixels together: 8 of 512 px with a factor of 8.
+CALL_LATENT_PIXELS, CALL_PICTURES = 8 * 64 * 64, 64
+
+
+class Pass:
+    """One way through a table at one size: `generate` takes one, with hires two."""
+
+    def __init__(self, model: Model, table: SolverTable, size: tuple[int, int]) -> None:
+        self.table, self.size = table, size
+        width, height = size
+        self.latent_shape = (model.latent_channels, height // model.vae_factor, width // model.vae_factor)
+        self.most_a_call = CALL_PICTURES
+        self.least_a_call = 1
+        """What a card was found to have memory for."""
+
+    @property
+    def rows_a_call(self) -> int:
+        """Pictures for one U-Net call: eight of 512 px, more of smaller ones or where memory was counted."""
+        usual = pictures_a_call(self.latent_shape[1] * self.latent_shape[2], self.most_a_call)
+        return max(usual, self.least_a_call)
+
+
+def pictures_a_call(latent_pixels: int, most: int = CALL_PICTURES) -> int:
+    """How many pictures of so many latent pixels go through the U-Net together."""
+    return max(1, min(most, CALL_LATENT_PIXELS // latent_pixels))
+
+
+def second_pass(model: Model, settings: GenerateSettings, size: tuple[int, int]) -> Pass | None:
+    """The way through the larger size that follows the one through `size`, where there is one."""
+    hires = settings.hires
+    if hires is None:
+        return None
+    unit = model.size_unit
+    width, height = (nearest_side(round(side * hires.scale), unit) for side in size)
+    again = {"steps": hires.steps or settings.steps, "strength": hires.strength}
+    return Pass(model, table_for(model, settings.model_copy(update=again)), (width, height))

@@ -23,7 +23,8 @@ from darkroom.hardware.memory import resident_bytes
 from darkroom.models.checked import read_json
 from darkroom.models.families import FAMILIES
 from darkroom.models.model import NAMES
-from darkroom.sample.generate import Pass, checked_size, second_pass, table_for, with_lcm
+from darkroom.sample.choice import Pass, second_pass, table_for, with_lcm
+from darkroom.sample.inputs import checked_size
 from darkroom.sample.memory import CPU_MARGIN, MARGIN, Needs, count_needs, decode_ways, plan_memory
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +23,12 @@ from darkroom.sample import inputs
 from darkroom.sample.adapters import Adapted, Encode, Given, Named, named
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend, torch_backend
-from darkroom.sample.choice import default_solver, make_table
+from darkroom.sample.choice import CALL_PICTURES, Pass, second_pass, table_for, with_lcm
 from darkroom.sample.control import Control, ControlledUnet, Controls
 from darkroom.sample.denoise import Condition, KnownPart, Row, Stage, denoise
 from darkroom.sample.memory import count_needs, optimise_within, pictures_that_fit
 from darkroom.sample.optimisations.steps import interval_of
 from darkroom.sample.optimisations.table import AUTO
-from darkroom.sample.optimisations.table import parse as parse_optimisations
 from darkroom.sample.pictures import Picture, free_on_card
 from darkroom.sample.prompt_schedule import PromptStage, composed, readings
 from darkroom.sample.prompts import (
@@ -48,9 +46,6 @@ if TYPE_CHECKING:
 
 
 LOG = logging.getLogger("darkroom")
-
-# As many pictures a U-Net call as have this many latent pixels together: 8 of 512 px with a factor of 8.
-CALL_LATENT_PIXELS, CALL_PICTURES = 8 * 64 * 64, 64
 
 
 def generate(
@@ -202,40 +197,6 @@ def _chunks(total: int, size: int) -> Iterator[tuple[int, int]]:
         yield start, min(size, total - start)
 
 
-class Pass:
-    """One way through a table at one size: `generate` takes one, with hires two."""
-
-    def __init__(self, model: Model, table: SolverTable, size: tuple[int, int]) -> None:
-        self.table, self.size = table, size
-        width, height = size
-        self.latent_shape = (model.latent_channels, height // model.vae_factor, width // model.vae_factor)
-        self.most_a_call = CALL_PICTURES
-        self.least_a_call = 1
-        """What a card was found to have memory for."""
-
-    @property
-    def rows_a_call(self) -> int:
-        """Pictures for one U-Net call: eight of 512 px, more of smaller ones or where memory was counted."""
-        usual = pictures_a_call(self.latent_shape[1] * self.latent_shape[2], self.most_a_call)
-        return max(usual, self.least_a_call)
-
-
-def pictures_a_call(latent_pixels: int, most: int = CALL_PICTURES) -> int:
-    """How many pictures of so many latent pixels go through the U-Net together."""
-    return max(1, min(most, CALL_LATENT_PIXELS // latent_pixels))
-
-
-def second_pass(model: Model, settings: GenerateSettings, size: tuple[int, int]) -> Pass | None:
-    """The way through the larger size that follows the one through `size`, where there is one."""
-    hires = settings.hires
-    if hires is None:
-        return None
-    unit = size_unit(model)
-    width, height = (_nearest_side(round(side * hires.scale), unit) for side in size)
-    again = {"steps": hires.steps or settings.steps, "strength": hires.strength}
-    return Pass(model, table_for(model, settings.model_copy(update=again)), (width, height))
-
-
 class Generation:
     """One call of `generate`, checked and ready: table, encoded prompts, and a row for each picture.
 
@@ -265,7 +226,7 @@ class Generation:
         self.image = None if image is None else inputs.read_image(image)
         self.mask = None if mask is None else inputs.read_mask(mask)
         check_parts(model, has_mask=self.mask is not None)
-        _check_pictures(settings, self.image, self.mask)
+        inputs.check_pictures(settings, self.image, self.mask)
         self.model, self.prompts = model, prompts
         self.adapted = adapted or Adapted.of(prompts)
         self.controls = controls or Controls()
@@ -276,10 +237,10 @@ class Generation:
             settings = settings.model_copy(update={"strength": strength})
         self.table = table_for(model, settings)
         self.settings = settings.resolved(self.table.solver, model.guidance)
-        self.size = checked_size(model, settings.size, self.image)
+        self.size = inputs.checked_size(model, settings.size, self.image)
         self.part: inputs.MaskedRegion | None = None
         if settings.only_masked is not None and self.image is not None and self.mask is not None:
-            self.size = checked_size(model, settings.size)
+            self.size = inputs.checked_size(model, settings.size)
             self.part = inputs.MaskedRegion.around(self.image, self.mask, settings.only_masked, self.size)
             self.controls = self.controls.cropped(self.part.box, self.image.size)
             self.image, self.mask = self.part.image, self.part.mask
@@ -388,9 +349,9 @@ class Generation:
         skip = self.settings.clip_skip
         positives, notes = self._encoded(positive_texts, parts, skip)
         if width is not None:
-            told_guidance = guidance_embedding(self.guidance, width).to(self.device, self.dtype)
+            embedded = guidance_embedding(self.guidance, width).to(self.device, self.dtype)
             for condition in positives.values():
-                condition.added["timestep_cond"] = told_guidance
+                condition.added["timestep_cond"] = embedded
         # diffusers skips layers for the prompt alone; A1111, whose syntax comes with its ways, for both.
         negatives, more = self._encoded(against, parts, skip if weighting == "a1111" else 0)
 
@@ -467,7 +428,7 @@ class Generation:
     def _source(self) -> inputs.StartPicture | None:
         if self.image is None:
             return None
-        shows = repaints(self.model)
+        shows = inputs.repaints(self.model)
         return inputs.StartPicture.encoded(
             self.backend,
             self.image,
@@ -696,63 +657,6 @@ def sized(condition: Condition, size: tuple[int, int]) -> Condition:
     return replace(condition, added={**condition.added, "time_ids": time_ids(size, sizes)})
 
 
-def with_lcm(settings: GenerateSettings, optimise: Sequence[str] | str) -> GenerateSettings:
-    """With the `lcm` optimisation the solver is its own, unless another is asked for."""
-    lcm = any(choice.name == "lcm" for choice in parse_optimisations(optimise))
-    return settings.model_copy(update={"solver": "lcm"}) if lcm and settings.solver is None else settings
-
-
-def table_for(model: Model, settings: GenerateSettings) -> SolverTable:
-    """The table that settings ask of a model's scheduler."""
-    steps = settings.steps
-    if steps is None:
-        steps = settings.resolved(settings.solver or default_solver(model.scheduler)[0]).steps
-    assert steps is not None
-    return make_table(
-        settings.solver,
-        model.scheduler,
-        steps,
-        eta=settings.eta,
-        spacing=settings.spacing,
-        karras=settings.karras,
-        exponential=settings.exponential,
-        sigmas=settings.sigmas,
-        is_sdxl=model.is_sdxl,
-        strength=1.0 if settings.strength is None else settings.strength,
-    )
-
-
-def size_unit(model: Model) -> int:
-    """What a side in pixels must be a multiple of."""
-    return model.size_unit
-
-
-def checked_size(
-    model: Model, size: tuple[int, int] | None, image: Image.Image | None = None
-) -> tuple[int, int]:
-    """Width and height in pixels; where None the U-Net's own, in the shape of a picture to start from.
-
-    InputError unless the model can make it.
-    """
-    unit = size_unit(model)
-    if size is None:
-        side = model.sample_size
-        return (side, side) if image is None else inputs.fitted_size(image, side, unit)
-    for side in size:
-        if side % unit or not unit <= side <= MAX_SIDE:
-            raise InputError(
-                f"size {size[0]}x{size[1]}",
-                allowed=f"sides of {unit} to {MAX_SIDE} pixels, multiples of {unit}",
-                mend="nearest: " + "x".join(str(_nearest_side(one, unit)) for one in size),
-            )
-    return size
-
-
-def _nearest_side(side: int, unit: int) -> int:
-    """The multiple of `unit` that is nearest to a side, within what is allowed."""
-    return min(max(unit, math.floor(side / unit + 0.5) * unit), MAX_SIDE // unit * unit)
-
-
 def check_parts(model: Model, *, has_mask: bool) -> None:
     """InputError unless the model has what it takes to make pictures, of the kind that is asked for."""
     missing = [name for name in ("unet", "vae") if getattr(model, name) is None]
@@ -773,28 +677,6 @@ def check_parts(model: Model, *, has_mask: bool) -> None:
             f"the U-Net takes {takes} channels: it repaints a part of a picture",
             mend="give the picture and a mask, white where it is painted anew",
         )
-
-
-def repaints(model: Model) -> bool:
-    """Whether the U-Net sees a mask and a picture besides the latents, and so wants both."""
-    assert model.unet is not None
-    return int(model.unet.config.in_channels) != model.latent_channels
-
-
-def _check_pictures(settings: GenerateSettings, image: Image.Image | None, mask: Image.Image | None) -> None:
-    """InputError unless settings, picture and mask go together."""
-    if image is None and mask is not None:
-        raise InputError("a mask without a picture", mend="give the picture too")
-    if settings.only_masked is not None and mask is None:
-        raise InputError("only_masked without a mask", mend="give the picture and its mask")
-    if settings.masked_content is not None and mask is None:
-        raise InputError("masked_content without a mask", mend="give the picture and its mask")
-    if image is None and settings.strength is not None:
-        raise InputError(f"strength {settings.strength:g} without a picture to start from", mend="give one")
-    if image is not None and settings.hires is not None:
-        raise InputError("hires with a picture to start from", mend="give a larger size instead")
-    if image is not None and mask is not None:
-        inputs.check_mask(mask, image)
 
 
 def check_adapters(adapted: Adapted, backend: Backend) -> None:

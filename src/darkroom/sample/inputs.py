@@ -17,9 +17,12 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 
 from darkroom.errors import InputError, is_system_failure
+from darkroom.options import MAX_SIDE
+from darkroom.picture_settings import GenerateSettings
 from darkroom.sample.denoise import KnownPart
 
 if TYPE_CHECKING:
+    from darkroom.models.model import Model
     from darkroom.sample.backends.backend import Backend
     from darkroom.sample.solvers import SolverTable
 
@@ -102,7 +105,7 @@ def _bytes_of(source: bytes | str | Path) -> tuple[bytes, str]:
     return data, name
 
 
-def fitted_size(image: Image.Image, area_side: int, unit: int) -> tuple[int, int]:
+def _fitted_size(image: Image.Image, area_side: int, unit: int) -> tuple[int, int]:
     """Width and height in multiples of `unit`: the picture's shape, about `area_side` squared at most."""
     scale = min(1.0, area_side / math.sqrt(image.width * image.height))
     width, height = (max(unit, math.floor(side * scale / unit + 0.5) * unit) for side in image.size)
@@ -349,3 +352,51 @@ class MaskedRegion:
         found = self.whole.copy()
         found.paste(made.resize((right - left, bottom - top), Image.Resampling.LANCZOS), (left, top))
         return Image.composite(found, self.whole, self.whole_mask)
+
+
+def checked_size(
+    model: Model, size: tuple[int, int] | None, image: Image.Image | None = None
+) -> tuple[int, int]:
+    """Width and height in pixels; where None the U-Net's own, in the shape of a picture to start from.
+
+    InputError unless the model can make it.
+    """
+    unit = model.size_unit
+    if size is None:
+        side = model.sample_size
+        return (side, side) if image is None else _fitted_size(image, side, unit)
+    for side in size:
+        if side % unit or not unit <= side <= MAX_SIDE:
+            raise InputError(
+                f"size {size[0]}x{size[1]}",
+                allowed=f"sides of {unit} to {MAX_SIDE} pixels, multiples of {unit}",
+                mend="nearest: " + "x".join(str(nearest_side(one, unit)) for one in size),
+            )
+    return size
+
+
+def nearest_side(side: int, unit: int) -> int:
+    """The multiple of `unit` that is nearest to a side, within what is allowed."""
+    return min(max(unit, math.floor(side / unit + 0.5) * unit), MAX_SIDE // unit * unit)
+
+
+def repaints(model: Model) -> bool:
+    """Whether the U-Net sees a mask and a picture besides the latents, and so wants both."""
+    assert model.unet is not None
+    return int(model.unet.config.in_channels) != model.latent_channels
+
+
+def check_pictures(settings: GenerateSettings, image: Image.Image | None, mask: Image.Image | None) -> None:
+    """InputError unless settings, picture and mask go together."""
+    if image is None and mask is not None:
+        raise InputError("a mask without a picture", mend="give the picture too")
+    if settings.only_masked is not None and mask is None:
+        raise InputError("only_masked without a mask", mend="give the picture and its mask")
+    if settings.masked_content is not None and mask is None:
+        raise InputError("masked_content without a mask", mend="give the picture and its mask")
+    if image is None and settings.strength is not None:
+        raise InputError(f"strength {settings.strength:g} without a picture to start from", mend="give one")
+    if image is not None and settings.hires is not None:
+        raise InputError("hires with a picture to start from", mend="give a larger size instead")
+    if image is not None and mask is not None:
+        check_mask(mask, image)

@@ -209,7 +209,7 @@ class Provenance:
         self._mark_key = mark_key or os.environ.get(MARK_VARIABLE, "darkroom")
         self._lock = threading.Lock()
         self._signer: Any = None
-        self._told_small = False
+        self._logged_small = False
 
     @property
     def signs(self) -> bool:
@@ -234,8 +234,8 @@ class Provenance:
 
     def marked(self, image: Image.Image, origin: Origin) -> Image.Image:
         """The image with the watermark; as it was where it is too small for one, which the log says once."""
-        if (line := watermark.too_small([image.size])) and not self._told_small:
-            self._told_small = True
+        if (line := watermark.too_small([image.size])) and not self._logged_small:
+            self._logged_small = True
             LOG.info("%s", line)
         return watermark.embed(image, origin.payload, self._mark_key)
 
@@ -268,7 +268,7 @@ class Provenance:
         agent = f"{parameters.get('model', 'a model')} (darkroom {__version__})"
         for action in actions:
             action["softwareAgent"] = {"name": agent}
-        generation = {"label": "org.darkroom.generation", "data": self._told(parameters)}
+        generation = {"label": "org.darkroom.generation", "data": self._disclosed(parameters)}
         return self._sign(content, kind, actions, [generation], inputs, controls)
 
     def converted(self, content: bytes, kind: str, original: bytes) -> bytes:
@@ -301,7 +301,7 @@ class Provenance:
             actions[-1]["softwareAgent"] = {"name": f"{network} (darkroom {__version__})"}
         return self._sign(buffer.getvalue(), "PNG", actions, [], [original])
 
-    def _told(self, parameters: dict[str, Any]) -> dict[str, Any]:
+    def _disclosed(self, parameters: dict[str, Any]) -> dict[str, Any]:
         if self._say == "model":
             parameters = {k: v for k, v in parameters.items() if k in ("model", "model_sha256", "version")}
         if self._say != "all":

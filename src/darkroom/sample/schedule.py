@@ -157,20 +157,20 @@ def check_spacing(spacing: str) -> None:
         raise InputError(f"spacing '{spacing}'", allowed=", ".join(SPACINGS))
 
 
-def karras_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
+def _karras_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
     """Falling sigmas, evenly spaced in sigma^(1/7) (Karras et al. 2022, equation 5)."""
     low, high = sigma_min ** (1 / KARRAS_RHO), sigma_max ** (1 / KARRAS_RHO)
     sigmas: Array = (high + np.linspace(0, 1, num_steps) * (low - high)) ** KARRAS_RHO
     return sigmas
 
 
-def exponential_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
+def _exponential_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
     """Falling sigmas, evenly spaced in log sigma (k-diffusion's exponential schedule)."""
     sigmas: Array = np.exp(np.linspace(math.log(sigma_max), math.log(sigma_min), num_steps))
     return sigmas
 
 
-def beta_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
+def _beta_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
     """Falling sigmas at the quantiles of a beta distribution, dense at both ends (Lee et al. 2024)."""
     return sigma_min + _beta_quantiles(1 - np.linspace(0, 1, num_steps)) * (sigma_max - sigma_min)
 
@@ -200,13 +200,13 @@ def align_your_steps(num_steps: int, *, is_sdxl: bool = False) -> Array:
     return sigmas
 
 
-def simple_sigmas(schedule: Schedule, num_steps: int) -> Array:
+def _simple_sigmas(schedule: Schedule, num_steps: int) -> Array:
     """Falling sigmas of training timesteps, evenly spaced from the last one (A1111's Simple)."""
     stride = schedule.num_train_timesteps / num_steps
     return schedule.sigmas[-1 - (np.arange(num_steps) * stride).astype(np.int64)]
 
 
-def kl_optimal_sigmas(schedule: Schedule, num_steps: int) -> Array:
+def _kl_optimal_sigmas(schedule: Schedule, num_steps: int) -> Array:
     """Falling sigmas, evenly spaced in arctan sigma (Sabour et al. 2024, theorem 3.1); the lowest, where the
     last step ends, is left out, as in A1111."""
     shares = np.arange(num_steps) / num_steps
@@ -215,7 +215,7 @@ def kl_optimal_sigmas(schedule: Schedule, num_steps: int) -> Array:
     return sigmas
 
 
-def normal_sigmas(schedule: Schedule, num_steps: int) -> Array:
+def _normal_sigmas(schedule: Schedule, num_steps: int) -> Array:
     """Falling sigmas of timesteps from the last to the first, log-linear between (k-diffusion's own)."""
     timesteps = np.linspace(schedule.num_train_timesteps - 1, 0, num_steps)
     known = np.arange(schedule.num_train_timesteps)
@@ -223,10 +223,89 @@ def normal_sigmas(schedule: Schedule, num_steps: int) -> Array:
     return sigmas
 
 
-def ddim_uniform_sigmas(schedule: Schedule, num_steps: int) -> Array:
+def _ddim_uniform_sigmas(schedule: Schedule, num_steps: int) -> Array:
     """Falling sigmas of every so many-th training timestep from 1 on, as DDIM spaces them (A1111's DDIM).
 
     Where the steps do not divide the timesteps there is one step more, as in A1111.
     """
     stride = max(schedule.num_train_timesteps // num_steps, 1)
     return schedule.sigmas[1::stride][::-1].copy()
+
+
+BETWEEN = {"karras": _karras_sigmas, "exponential": _exponential_sigmas, "beta": _beta_sigmas}
+OF_SCHEDULE = {
+    "simple": _simple_sigmas,
+    "normal": _normal_sigmas,
+    "ddim_uniform": _ddim_uniform_sigmas,
+    "kl_optimal": _kl_optimal_sigmas,
+}
+
+
+def named_sigmas(
+    name: str, schedule: Schedule, num_steps: int, low: float, high: float, *, is_sdxl: bool
+) -> Array:
+    """Falling sigmas [S] of one of `options.SIGMAS`: between two, or of the whole training schedule."""
+    if name == "align_your_steps":
+        return align_your_steps(num_steps, is_sdxl=is_sdxl)
+    if name in OF_SCHEDULE:
+        return OF_SCHEDULE[name](schedule, num_steps)
+    return BETWEEN[name](low, high, num_steps)
+
+
+def lcm_timesteps(original: int, num_train: int, num_steps: int) -> Array:
+    """The timesteps of so few of the `original` steps that a model was distilled from, falling."""
+    distilled = (np.arange(original, 0, -1) * (num_train // original) - 1).astype(np.float64)
+    chosen = np.floor(np.linspace(0, original, num_steps, endpoint=False)).astype(np.int64)
+    timesteps: Array = distilled[chosen]
+    return timesteps
+
+
+# ---- rectified flow
+
+FLOW_PREDICTION = "flow_prediction"
+FLOW_SPACINGS = ("linspace", "trailing")
+# Settings that would change the levels and are not known here, with the value that leaves them alone.
+FLOW_UNKNOWN: dict[str, Any] = {
+    "use_dynamic_shifting": False,
+    "shift_terminal": None,
+    "invert_sigmas": False,
+    "stochastic_sampling": False,
+    "use_karras_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_beta_sigmas": False,
+}
+
+
+@dataclass(frozen=True)
+class Flow(Schedule):
+    """A straight line from picture to noise; `shift` moves the steps towards noise where it is above 1."""
+
+    shift: float = 1.0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Flow:
+        """Read a FlowMatch scheduler's configuration, or another's with use_flow_sigmas."""
+        for key, harmless in FLOW_UNKNOWN.items():
+            if (given := config.get(key, harmless)) != harmless:
+                raise InputError(f"the model's scheduler sets {key} to {given}", allowed=str(harmless))
+        prediction = config.get("prediction_type", FLOW_PREDICTION)
+        if prediction != FLOW_PREDICTION:
+            raise InputError(f"prediction_type '{prediction}' with rectified flow", allowed=FLOW_PREDICTION)
+        shift = float(config.get("shift", config.get("flow_shift", 1.0)))
+        if not shift > 0:
+            raise InputError(f"the model's scheduler sets shift to {shift:g}", allowed="above 0")
+        count = int(config.get("num_train_timesteps", 1000))
+        sigmas = np.arange(1, count + 1) / count
+        signal = (1 - sigmas) ** 2
+        return cls(signal / (signal + sigmas**2), FLOW_PREDICTION, zero_terminal_snr=True, shift=shift)
+
+    def shifted(self, sigmas: Array) -> Array:
+        """Levels moved as a larger picture needs them (Esser et al. 2024, equation 23)."""
+        return self.shift * sigmas / (1 + (self.shift - 1) * sigmas)
+
+    def levels(self, num_steps: int, spacing: str) -> Array:
+        """Falling sigmas [S + 1] of Euler and Heun, from 1 to 0."""
+        if spacing == "trailing":
+            return self.shifted(np.linspace(1, 0, num_steps + 1))
+        first = self.shifted(np.array([1 / self.num_train_timesteps]))[0]
+        return np.append(self.shifted(np.linspace(1, first, num_steps)), 0.0)

@@ -20,17 +20,14 @@ from numpy.typing import NDArray
 
 from darkroom.errors import InputError
 from darkroom.sample.schedule import (
+    BETWEEN,
+    FLOW_PREDICTION,
     Array,
+    Flow,
     Schedule,
-    align_your_steps,
-    beta_sigmas,
-    ddim_uniform_sigmas,
-    exponential_sigmas,
-    karras_sigmas,
-    kl_optimal_sigmas,
+    lcm_timesteps,
     multistep_timesteps,
-    normal_sigmas,
-    simple_sigmas,
+    named_sigmas,
     spaced_timesteps,
 )
 
@@ -219,15 +216,11 @@ def _sigma_levels(plan: SolverRequest) -> tuple[Array, Array]:
 
 
 def _spread(plan: SolverRequest, low: float, high: float) -> Array:
-    """Falling sigmas [S] as the plan has them: between two, or those that the settings say, or of the whole
-    training schedule."""
-    if plan.sigmas == "align_your_steps":
-        return align_your_steps(plan.num_steps, is_sdxl=plan.is_sdxl)
-    if (of_schedule := OF_SCHEDULE.get(str(plan.sigmas))) is not None:
-        return of_schedule(plan.schedule, plan.num_steps)
+    """Falling sigmas [S] as the plan has them, between two or those that its settings say."""
     low = plan.settings.get("sigma_min") or low
     high = plan.settings.get("sigma_max") or high
-    return BETWEEN[str(plan.sigmas)](low, high, plan.num_steps)
+    name = str(plan.sigmas)
+    return named_sigmas(name, plan.schedule, plan.num_steps, low, high, is_sdxl=plan.is_sdxl)
 
 
 def _end(plan: SolverRequest) -> float:
@@ -235,15 +228,6 @@ def _end(plan: SolverRequest) -> float:
     too, but for Heun and DPM++ SDE, whose last step is one call to the picture."""
     to_min = plan.settings.get("final_sigmas_type") == "sigma_min" or plan.sigmas == "kl_optimal"
     return float(plan.schedule.sigmas[0]) if to_min else 0.0
-
-
-BETWEEN = {"karras": karras_sigmas, "exponential": exponential_sigmas, "beta": beta_sigmas}
-OF_SCHEDULE = {
-    "simple": simple_sigmas,
-    "normal": normal_sigmas,
-    "ddim_uniform": ddim_uniform_sigmas,
-    "kl_optimal": kl_optimal_sigmas,
-}
 
 
 def _sigma_sheet(plan: SolverRequest, timesteps: Array, sigma: Array) -> Sheet:
@@ -257,14 +241,6 @@ def _sigma_sheet(plan: SolverRequest, timesteps: Array, sigma: Array) -> Sheet:
 def _initial_scale(plan: SolverRequest, sigma: Array) -> float:
     # diffusers' rule: leading spacing starts below the last timestep, so the noise is one variance short.
     return float(sigma.max() if plan.spacing != "leading" else math.sqrt(sigma.max() ** 2 + 1))
-
-
-def lcm_timesteps(original: int, num_train: int, num_steps: int) -> Array:
-    """The timesteps of so few of the `original` steps that a model was distilled from, falling."""
-    distilled = (np.arange(original, 0, -1) * (num_train // original) - 1).astype(np.float64)
-    chosen = np.floor(np.linspace(0, original, num_steps, endpoint=False)).astype(np.int64)
-    timesteps: Array = distilled[chosen]
-    return timesteps
 
 
 def lcm(plan: SolverRequest) -> SolverTable:
@@ -537,55 +513,6 @@ def _rhos(ratios: list[float], hh: float, b_h: float) -> Array:
     return np.asarray(np.linalg.solve(matrix, np.array(right)))
 
 
-PREDICTION = "flow_prediction"
-SPACINGS = ("linspace", "trailing")
-# Settings that would change the levels and are not known here, with the value that leaves them alone.
-UNKNOWN: dict[str, Any] = {
-    "use_dynamic_shifting": False,
-    "shift_terminal": None,
-    "invert_sigmas": False,
-    "stochastic_sampling": False,
-    "use_karras_sigmas": False,
-    "use_exponential_sigmas": False,
-    "use_beta_sigmas": False,
-}
-
-
-@dataclass(frozen=True)
-class Flow(Schedule):
-    """A straight line from picture to noise; `shift` moves the steps towards noise where it is above 1."""
-
-    shift: float = 1.0
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Flow:
-        """Read a FlowMatch scheduler's configuration, or another's with use_flow_sigmas."""
-        for key, harmless in UNKNOWN.items():
-            if (given := config.get(key, harmless)) != harmless:
-                raise InputError(f"the model's scheduler sets {key} to {given}", allowed=str(harmless))
-        prediction = config.get("prediction_type", PREDICTION)
-        if prediction != PREDICTION:
-            raise InputError(f"prediction_type '{prediction}' with rectified flow", allowed=PREDICTION)
-        shift = float(config.get("shift", config.get("flow_shift", 1.0)))
-        if not shift > 0:
-            raise InputError(f"the model's scheduler sets shift to {shift:g}", allowed="above 0")
-        count = int(config.get("num_train_timesteps", 1000))
-        sigmas = np.arange(1, count + 1) / count
-        signal = (1 - sigmas) ** 2
-        return cls(signal / (signal + sigmas**2), PREDICTION, zero_terminal_snr=True, shift=shift)
-
-    def shifted(self, sigmas: Array) -> Array:
-        """Levels moved as a larger picture needs them (Esser et al. 2024, equation 23)."""
-        return self.shift * sigmas / (1 + (self.shift - 1) * sigmas)
-
-    def levels(self, num_steps: int, spacing: str) -> Array:
-        """Falling sigmas [S + 1] of Euler and Heun, from 1 to 0."""
-        if spacing == "trailing":
-            return self.shifted(np.linspace(1, 0, num_steps + 1))
-        first = self.shifted(np.array([1 / self.num_train_timesteps]))[0]
-        return np.append(self.shifted(np.linspace(1, first, num_steps)), 0.0)
-
-
 def _flow_of(plan: SolverRequest) -> Flow:
     """The schedule of a plan for a flow solver."""
     assert isinstance(plan.schedule, Flow)
@@ -625,7 +552,7 @@ def flow_dpmpp_2m(plan: SolverRequest) -> SolverTable:
 
 def _sheet(flow: Flow, sigma: Array) -> Sheet:
     sheet = Sheet(sigma * flow.num_train_timesteps)
-    sheet.predict(PREDICTION, 1 - sigma, sigma)
+    sheet.predict(FLOW_PREDICTION, 1 - sigma, sigma)
     return sheet
 
 

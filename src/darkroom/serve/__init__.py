@@ -9,14 +9,13 @@ A dialect (a file of `api/`) translates its requests to a `PictureRequest`, and 
     core.finished(job_id, key=) -> Job                              waits for the end
     core.cancel(job_id, key=) -> Job                                its rows are free at the next step
     core.pictures(job_id, key=) -> list[StoredPicture]              PNG bytes and parameters
-    core.model, core.card(name), core.models() -> ModelCard; core.adapters() -> list[AdapterCard]
-    core.status() -> Status; core.limits
-    core.nets() -> list[NetCard]; core.embeddings() -> Embeddings; core.glance(job_id, key=) -> PNG or None
+    core.catalogue: card(name) -> ModelCard; models(), adapters(), nets(), embeddings(): what there is to name
+    core.status() -> Status; core.limits; core.glance(job_id, key=) -> PNG or None
 
-All but `model`, `adapters`, `nets`, `embeddings`, `glance`, `status` and `limits` are coroutines (`events` an
-async generator), to be called from the server's event loop. `key` is the name of the caller's key: jobs of
-another key do not exist for it. `api.shared` has what dialects share: the caller's key, and `all_made`, which
-cancels jobs when their client disconnects.
+All but `catalogue`, `glance`, `status` and `limits` are coroutines (`events` an async generator), to be
+called from the server's event loop. `key` is the name of the caller's key: jobs of another key do not exist
+for it. `api.shared` has what dialects share: the caller's key, and `all_made`, which cancels jobs when their
+client disconnects.
 
 A new dialect is a function `core -> APIRouter` in a file of `api/`, named in `app.ROUTERS`. Whatever raises
 `Refused` is answered in one shape (`guard.error_object`), with its status and Retry-After; a dialect of

@@ -25,7 +25,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from darkroom.errors import InputError
 from darkroom.serve.engine.fairness import Shares
-from darkroom.serve.jobs.active import Backlog, Lives
+from darkroom.serve.jobs.active import ActiveJobs, Backlog
 from darkroom.serve.jobs.events import job_of_record
 from darkroom.serve.jobs.results import FILES, Files, PictureFiles, Results
 from darkroom.serve.jobs.store import JOBS, LIVE, METADATA, JobStore, Record, StorageError, record_of
@@ -52,8 +52,8 @@ AHEAD = 2
 class Sharing:
     """One server's part in it. Belongs to the event loop's thread."""
 
-    def __init__(self, leases: Leases, lives: Lives, patience_s: float) -> None:
-        self.leases, self._lives, self._patience_s = leases, lives, patience_s
+    def __init__(self, leases: Leases, active_jobs: ActiveJobs, patience_s: float) -> None:
+        self.leases, self._active, self._patience_s = leases, active_jobs, patience_s
         self.backlog = Backlog(Counter(), {}, 0)
         """What nobody works on, as of late."""
         self.claims = True
@@ -61,16 +61,16 @@ class Sharing:
         self._missed: set[str] = set()
         self._pool: ModelPool | None = None
         self._take_up: Callable[[Record], Any] | None = None
-        self._let_go: Callable[[Any], None] | None = None
+        self._release: Callable[[Any], None] | None = None
 
     def begin(
         self,
         pool: ModelPool,
         take_up: Callable[[Record], Any],
-        let_go: Callable[[Any], None],
+        release: Callable[[Any], None],
     ) -> None:
-        """A model is there: `take_up` begins a claimed job, `let_go` drops one that is no longer ours."""
-        self._pool, self._take_up, self._let_go = pool, take_up, let_go
+        """A model is there: `take_up` begins a claimed job, `release` drops one that is no longer ours."""
+        self._pool, self._take_up, self._release = pool, take_up, release
 
     def takes(self, record: Record) -> bool:
         """Whether a new job is drawn here."""
@@ -89,13 +89,13 @@ class Sharing:
 
     def _at_hand(self) -> set[str]:
         """Adapters and, of several, models; with those that jobs here are waiting for."""
-        there = {name for live in self._lives for name in live.work.adapters}
+        there = {name for active in self._active for name in active.work.adapters}
         if (pool := self._pool) is None:
             return there
         for opened in pool.opened:
             there |= set() if opened.library is None else opened.library.at_hand()
         if pool.several:
-            there |= {MODEL + pool.find(live.work.request.model).name for live in self._lives}
+            there |= {MODEL + pool.find(active.work.request.model).name for active in self._active}
             there |= {MODEL + one.name for one in pool.served if one.opened is not None and not one.closing}
         return there
 
@@ -117,14 +117,14 @@ class Sharing:
 
     async def renew(self) -> None:
         """Write how far our jobs are; release those that ended elsewhere, or that another server has now."""
-        before = {live.record.uid: live for live in self._lives}
-        steps = {uid: (live.work.steps_done, live.work.steps_total) for uid, live in before.items()}
+        before = {active.record.uid: active for active in self._active}
+        steps = {uid: (active.work.steps_done, active.work.steps_total) for uid, active in before.items()}
         ours = await asyncio.wrap_future(self.leases.renew(steps, self._at_hand()))
-        gone = {uid: live for uid, live in before.items() if uid not in ours and live.state is None}
-        for uid, live in gone.items():
+        gone = {uid: active for uid, active in before.items() if uid not in ours and active.state is None}
+        for uid, active in gone.items():
             # One that is made may only be waiting for the note that it is done.
-            if self._let_go is not None and (uid in self._missed or not live.work.over):
-                self._let_go(live)
+            if self._release is not None and (uid in self._missed or not active.work.over):
+                self._release(active)
         self._missed = set(gone)
         self.backlog = await asyncio.wrap_future(self.leases.backlog())
 
@@ -147,7 +147,7 @@ class Sharing:
     async def follow(self, key: str, job_id: str) -> AsyncIterator[tuple[EventKind, dict[str, Any]]]:
         """What happens to a job that another server draws; ends when it is over, gone, or ours."""
         last_sent: tuple[Any, ...] = ()
-        while self._lives.find(key, job_id) is None:
+        while self._active.find(key, job_id) is None:
             job = await self.look(key, job_id)
             if job is None or job.over:
                 return
@@ -173,7 +173,7 @@ class Sharing:
     async def over(self, key: str, job_id: str, *, within_s: float | None = None) -> None:
         """Until a job of another server is over, gone, or ours, or so long."""
         end_s = None if within_s is None else time.monotonic() + within_s
-        while self._lives.find(key, job_id) is None and (end_s is None or time.monotonic() < end_s):
+        while self._active.find(key, job_id) is None and (end_s is None or time.monotonic() < end_s):
             job = await self.look(key, job_id)
             if job is None or job.over:
                 return
@@ -480,10 +480,10 @@ def open_stores(settings: ServeSettings) -> tuple[PictureFiles, JobStore]:
     return Files(store), store
 
 
-def open_sharing(settings: ServeSettings, store: JobStore, lives: Lives) -> Sharing | None:
+def open_sharing(settings: ServeSettings, store: JobStore, active_jobs: ActiveJobs) -> Sharing | None:
     """The server's part in a queue of several, None where it has one of its own."""
     if not settings.shared:
         return None
     owner = f"{settings.name}/{uuid.uuid4().hex}"
     leases = Leases(store, owner, settings.lease_s, settings.limits.shares)
-    return Sharing(leases, lives, settings.patience_s)
+    return Sharing(leases, active_jobs, settings.patience_s)

@@ -39,12 +39,12 @@ from darkroom.train.tasks.textual_inversion import add_word, settle_words, write
 
 if TYPE_CHECKING:
     from darkroom.models.adapters.adapter import Adapter
+    from darkroom.recipe.recipe import Recipe
     from darkroom.recipe.sections import (
         AdapterSettings,
         DataSettings,
         ObjectiveSettings,
         OptimSettings,
-        Recipe,
         SampleSettings,
         TrainSettings,
     )

@@ -31,7 +31,7 @@ from darkroom.train.tasks.diffusion import Task
 from darkroom.train.tasks.distill import DistributionMatching
 
 if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.recipe import Recipe
 
 Say = Callable[[str], None]
 

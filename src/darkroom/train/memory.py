@@ -29,8 +29,8 @@ from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
 from darkroom.hardware.memory import drop_file_pages, file_mappings, give_back
 from darkroom.models.tensor_file import is_mapped
+from darkroom.recipe.rules import divisors
 from darkroom.recipe.sections import TrainSettings
-from darkroom.train.checks import divisors
 from darkroom.train.distributed.ranks import Ranks
 from darkroom.train.step import Step, micro_batches
 from darkroom.train.tasks.diffusion import Task

@@ -110,13 +110,8 @@ def _check_resolution(resolution: int, model: Model) -> None:
             "model.unet.in_channels",
             f"{model.unet.config.in_channels}, but the VAE's latents have {model.latent_channels} channels",
         )
-    if resolution % (unit := size_unit(model)):
+    if resolution % (unit := model.size_unit):
         raise RecipeError("data.resolution", f"{resolution}", allowed=f"multiples of {unit} with this model")
-
-
-def size_unit(model: Model) -> int:
-    """What the sides of pictures must be multiples of, in pixels."""
-    return model.size_unit
 
 
 def _vae_of(settings: ModelSettings) -> Any:

@@ -20,8 +20,7 @@ from darkroom.errors import RecipeError
 from darkroom.models.model import is_flow
 from darkroom.recipe.sections import FlowSettings, LossSettings, ObjectiveSettings, TimestepSettings
 from darkroom.sample.choice import SD_SCHEDULE
-from darkroom.sample.schedule import Schedule
-from darkroom.sample.solvers import Flow
+from darkroom.sample.schedule import Flow, Schedule
 
 Prediction = Literal["epsilon", "v", "sample"]
 FLOW = "flow"

@@ -22,13 +22,14 @@ from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
 from darkroom.recipe.fine_tuning import SUBJECT_TASKS
 from darkroom.recipe.kohya import refuse_foreign_state
-from darkroom.recipe.read import recipe_of
-from darkroom.recipe.sections import BudgetSettings, CheckpointSettings, DataSettings, Recipe
+from darkroom.recipe.read import read_sweep, recipe_of
+from darkroom.recipe.recipe import Recipe
+from darkroom.recipe.sections import BudgetSettings, CheckpointSettings, DataSettings
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checkpoint.saver import check_changes, check_environment
 from darkroom.train.checkpoint.storage import CheckpointStorage, RemotePlace, newest, place_of, take_records
-from darkroom.train.checks import check_settings
+from darkroom.train.checks import check_reach
 from darkroom.train.data.feed import Feed, OpenFeed
 from darkroom.train.data.local_dataset import class_note, forget, has_own_store, store_path
 from darkroom.train.data.precomputed import release_pins, settled
@@ -43,8 +44,8 @@ from darkroom.train.tasks.lora import note_start
 from darkroom.train.tracking import NoTracker, make_tracker
 from darkroom.train.trainer import Trainer, TrainResult, result_of
 
-Estimate = Callable[[Recipe, int], Mapping[str, Any] | None]
-"""What the plan says of a recipe's run on so many devices, `line` for the log among it; None without one."""
+Estimate = Callable[[Run, int], Mapping[str, Any] | None]
+"""What the plan says of a run on so many devices, `line` for the log among it; None without one."""
 
 
 def train(
@@ -70,7 +71,8 @@ def train(
     when the loss is not finite.
     """
     if not recipe.phases:  # before the processes meet: each finds the same mistake for itself
-        check_settings(recipe, started_together())
+        recipe.check(started_together())
+        check_reach(recipe.track, recipe.evaluate, recipe.checkpoint)
     with joined(recipe.parallel) as ranks:
         say = console if ranks.first else _nothing
         launch = _Launch(recipe, feed, say, ranks, whole_process)
@@ -203,7 +205,7 @@ class _Launch:
         with _held(run, ranks):
             if ranks.first:
                 with meter.part("plan"):
-                    planned = None if estimate is None else estimate(recipe, job.num_devices)
+                    planned = None if estimate is None else estimate(run, job.num_devices)
                 _keep_plan(run, planned, say)
                 keep_tokenizer(recipe.model, job.task.model, run.path)
                 note_start(run.path, job.step.weights.masters, recipe.adapter)
@@ -433,26 +435,30 @@ class Tried:
 
 
 def sweep(
-    recipes: Sequence[tuple[Mapping[str, Any], Recipe]],
+    file: Path,
+    overrides: Sequence[str],
     *,
     out: Path | str,
+    of: str | None = None,
     resume: str = "auto",
     estimate: Estimate | None = None,
     console: Say = print,
     whole_process: bool = False,
 ) -> list[Tried]:
-    """Train every recipe as `OUT/NAME-lr-1e-4` and the like; the same call again goes on where it stopped.
+    """Train each of a recipe's overrides of several values, `optim.lr=1e-4,1e-5`, as `OUT/NAME-lr-1e-4` and
+    the like; the same call again goes on where it stopped.
 
     A run that diverges or finds no memory is noted, and the others are made; the same call tries it again
-    from its last checkpoint. The recipes' budget is that of all runs together. Class pictures are drawn once
-    for all that draw the same ones. Raises InputError for a mistake, Stopped where the user or the budget
-    stops it.
+    from its last checkpoint. The recipe's budget is that of all runs together. Class pictures are drawn once
+    for all that draw the same ones. With `of="kohya"` the file is a TOML of kohya's. Raises InputError for a
+    mistake, Stopped where the user or the budget stops it.
     """
-    out = Path(out)
+    out, recipes = Path(out), read_sweep(file, overrides, of=of)
     folders = [out / f"{out.name}-{name}" for name in run_names([settings for settings, _ in recipes])]
     for _, recipe in recipes:
         if not recipe.phases:
-            check_settings(recipe)
+            recipe.check()
+            check_reach(recipe.track, recipe.evaluate, recipe.checkpoint)
     tried: list[Tried] = []
     for folder, (settings, recipe) in zip(folders, recipes, strict=True):
         changes = ", ".join(f"{key}={value}" for key, value in settings.items())

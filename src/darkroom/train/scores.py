@@ -21,7 +21,6 @@ from darkroom.data.loader import ReadSettings
 from darkroom.data.order import Ints, Rows
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
-from darkroom.recipe.sections import VAE_TASKS
 from darkroom.train.data.feed import read_once
 
 if TYPE_CHECKING:
@@ -35,22 +34,8 @@ FEWEST = 2  # pictures that a covariance can be taken of
 Drawing = Callable[[int, int], None]
 
 
-def check_scores(task: str, settings: EvaluateSettings, holdout: float) -> None:
-    """RecipeError where scores are asked for that cannot be taken."""
-    if not settings.every_images:
-        return
-    if task in (*VAE_TASKS, "extractor"):
-        raise RecipeError(
-            "evaluate.every_images",
-            f"{settings.every_images} with the task {task}, which draws no pictures from captions",
-            allowed="0",
-        )
-    if not holdout:
-        raise RecipeError(
-            "data.holdout",
-            "0, but evaluate.every_images scores against held-out pictures",
-            mend="hold some out: data.holdout=0.01, or a number of pictures",
-        )
+def check_scores(settings: EvaluateSettings) -> None:
+    """RecipeError for scores that there are not, or without the extractor that they need."""
     from darkroom.evaluate.job import ALL
     from darkroom.evaluate.metrics import METRICS
 
@@ -117,6 +102,7 @@ class Scores:
         """
         from darkroom.evaluate.job import open_extractors
 
+        check_scores(settings)
         self._settings = settings
         count = min(settings.num, len(held))
         if count < FEWEST:

@@ -39,7 +39,6 @@ from darkroom.recipe.sections import (
     TrainSettings,
 )
 from darkroom.train.checkpoint.saver import exactness
-from darkroom.train.checks import check_settings
 from darkroom.train.contents import (
     base_of,
     check_base,
@@ -107,7 +106,7 @@ from darkroom.train.tasks.repa import make_extras
 from darkroom.train.tasks.textual_inversion import add_word
 
 if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.recipe import Recipe
 
 Fed = tuple[TrainSettings, DataSettings, Task, Sequence[Store], SampleOrder, torch.device, Ranks]
 """What a feed is made of, in the order of `make_feed`."""
@@ -148,7 +147,7 @@ def make_job(
     Only what a run gathers into its own `data` folder is written: pictures, latents, class pictures; `meter`
     counts these apart. Raises RecipeError, StoreError, ColumnError or ModelError for what cannot be.
     """
-    check_settings(recipe, ranks.size)
+    recipe.check(ranks.size)
     data, train, optim, side = recipe.data, recipe.train, recipe.optim, recipe.data.resolution
     store = _opened_store(recipe.task, data, pinned, feed, say, ranks)
     train_rows, held_rows = select_rows(store, data)

@@ -9,16 +9,8 @@ import torch
 
 from darkroom import models
 from darkroom.errors import ModelError
-from darkroom.models.adapters.adapter import Adapter, Factors, Layer, names_of
-from darkroom.models.adapters.bank import (
-    SLOTS,
-    WEIGHTS,
-    Bank,
-    Choice,
-    low_rank_of,
-    rows_of,
-    take_rows,
-)
+from darkroom.models.adapters.adapter import Adapter, Factors, Layer, low_rank_of, names_of
+from darkroom.models.adapters.bank import SLOTS, WEIGHTS, Bank, Choice, rows_of, take_rows
 from darkroom.models.adapters.read import adaptable, merge, merge_all
 from darkroom.models.model import Model
 from darkroom.sample.optimisations.table import optimise

@@ -13,7 +13,8 @@ import torch
 
 from darkroom import models, sample
 from darkroom.errors import InputError
-from darkroom.models.adapters.bank import Bank, Change, Staged, lay_out
+from darkroom.models.adapters.adapter import Change
+from darkroom.models.adapters.bank import Bank, Staged, lay_out
 from darkroom.sample import optimisations
 from darkroom.sample.likeness import likeness
 from darkroom.sample.optimisations import compiled

@@ -48,7 +48,7 @@ def test_a_kept_job_is_drawn_with_its_controls_after_a_restart(run_core, small, 
     async def accept(core: Core) -> list[str]:
         job = await core.submit(STEERED, key="a", job_id="x", uploads=uploads)
         names = files_of(core)
-        core._set_all_aside()
+        core._defer_all()
         assert core._keeper.read_uploads(job.uid) == uploads
         return names
 

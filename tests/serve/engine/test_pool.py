@@ -307,7 +307,7 @@ def test_a_job_of_a_model_that_is_no_longer_there_is_not_drawn_by_another(run_co
         core.engine.unet = Released()
         for name in NAMES:
             await core.submit(REQUEST.model_copy(update={"model": name}), key="a", job_id=name)
-        core._set_all_aside()
+        core._defer_all()
 
     async def later(core: Core) -> Any:
         picture = await drawn(core, "small")

@@ -15,11 +15,11 @@ from darkroom.serve.engine.tickets import EngineJob, Listener, Loop, Shape, Tick
 from darkroom.serve.jobs import active
 from darkroom.serve.jobs.active import (
     WORKED_ON,
+    ActiveJob,
+    ActiveJobs,
     Backlog,
     Bench,
     Intake,
-    Live,
-    Lives,
     Rates,
     over_quota,
     owner,
@@ -198,64 +198,64 @@ def test_other_servers_work_counts_by_how_many_draw_it(clock: list[float]) -> No
         assert (work(intake, pool, "a", 2.0, backlog=backlog) is None) == fits
 
 
-def live_of(name: str, cost: int = 1, uploads: Uploads | None = None) -> Live:
+def active_of(name: str, cost: int = 1, uploads: Uploads | None = None) -> ActiveJob:
     """A job of one picture."""
     request, shape = PictureRequest(prompt="a"), Shape(cost, 1, 1, 1)
     job = EngineJob(name, "key", request, shape, cast(Listener, None), uploads)
-    return Live(new_record(name, "s", "key", f"id-{name}", "d", request, shape), job)
+    return ActiveJob(new_record(name, "s", "key", f"id-{name}", "d", request, shape), job)
 
 
 def upload_of(num_bytes: int) -> Uploads:
     return Uploads(b"x" * num_bytes)
 
 
-def uploads_refused(intake: Intake, pool: Any, lives: Lives, uploads: Uploads | None) -> Refused | None:
+def uploads_refused(intake: Intake, pool: Any, jobs: ActiveJobs, uploads: Uploads | None) -> Refused | None:
     try:
-        intake.check_uploads(pool, lives, uploads)
+        intake.check_uploads(pool, jobs, uploads)
     except Refused as refused:
         return refused
     return None
 
 
 def test_bytes_of_pictures_that_came_with_jobs_are_counted_once() -> None:
-    intake, pool, lives = Intake(Limits(uploads_bytes=2000)), Waiting(), Lives(Loop(), Metrics())
+    intake, pool, jobs = Intake(Limits(uploads_bytes=2000)), Waiting(), ActiveJobs(Loop(), Metrics())
     large = upload_of(5000)
-    assert uploads_refused(intake, pool, lives, large) is None, "one job's never are too many"
+    assert uploads_refused(intake, pool, jobs, large) is None, "one job's never are too many"
     with intake.reserved("a", 1):
-        assert uploads_refused(intake, pool, lives, large) is None, "one that brings none takes no bytes"
+        assert uploads_refused(intake, pool, jobs, large) is None, "one that brings none takes no bytes"
     first, second = upload_of(1200), upload_of(600)
     for name, cost, one in (("a", 4, first), ("b", 6, second), ("c", 8, None), ("d", 16, second)):
-        lives.add(live_of(name, cost, one))
-    assert lives.uploads() == {id(first): 1200, id(second): 600}
-    costs = [live.work.shape.whole_cost for live in lives]
-    assert uploads_refused(intake, pool, lives, first) is None
-    assert uploads_refused(intake, pool, lives, None) is None
-    assert uploads_refused(intake, pool, lives, upload_of(200)) is None
-    refused = uploads_refused(intake, pool, lives, upload_of(201))
+        jobs.add(active_of(name, cost, one))
+    assert jobs.uploads() == {id(first): 1200, id(second): 600}
+    costs = [one.work.shape.whole_cost for one in jobs]
+    assert uploads_refused(intake, pool, jobs, first) is None
+    assert uploads_refused(intake, pool, jobs, None) is None
+    assert uploads_refused(intake, pool, jobs, upload_of(200)) is None
+    refused = uploads_refused(intake, pool, jobs, upload_of(201))
     assert "pictures of 1800 bytes that came with jobs wait already; at most 2000 may" in str(refused)
     assert refused is not None
     assert refused.retry_after_s == costs[0], "when the first job is over"
-    more = uploads_refused(intake, pool, lives, upload_of(1401))
+    more = uploads_refused(intake, pool, jobs, upload_of(1401))
     assert more is not None
     assert more.retry_after_s == sum(costs[:2]) != costs[0], "when two are"
     with intake.reserved("a", 1, upload_of(100)):
-        assert uploads_refused(intake, pool, lives, upload_of(100)) is None
-        assert uploads_refused(intake, pool, lives, upload_of(101)) is not None
-    assert uploads_refused(intake, pool, lives, upload_of(101)) is None
+        assert uploads_refused(intake, pool, jobs, upload_of(100)) is None
+        assert uploads_refused(intake, pool, jobs, upload_of(101)) is not None
+    assert uploads_refused(intake, pool, jobs, upload_of(101)) is None
 
 
 def test_jobs_are_found_until_they_are_forgotten() -> None:
-    lives, gone = Lives(Loop(), Metrics()), list[EngineJob]()
-    lives.forgotten = gone.append
-    one, other = live_of("a"), live_of("b")
-    lives.add(one)
-    lives.add(other)
-    assert (len(lives), list(lives)) == (2, [one, other])
-    assert lives.get("a") is lives.find("key", "id-a") is one
-    assert lives.find("other", "id-a") is None
-    lives.forget(one)
-    assert (len(lives), gone, one.ended.is_set(), other.ended.is_set()) == (1, [one.work], True, False)
-    assert lives.get("a") is lives.find("key", "id-a") is None
+    jobs, gone = ActiveJobs(Loop(), Metrics()), list[EngineJob]()
+    jobs.forgotten = gone.append
+    one, other = active_of("a"), active_of("b")
+    jobs.add(one)
+    jobs.add(other)
+    assert (len(jobs), list(jobs)) == (2, [one, other])
+    assert jobs.get("a") is jobs.find("key", "id-a") is one
+    assert jobs.find("other", "id-a") is None
+    jobs.forget(one)
+    assert (len(jobs), gone, one.ended.is_set(), other.ended.is_set()) == (1, [one.work], True, False)
+    assert jobs.get("a") is jobs.find("key", "id-a") is None
 
 
 def test_places_are_looked_up_once_a_tick(clock: list[float]) -> None:
@@ -265,24 +265,24 @@ def test_places_are_looked_up_once_a_tick(clock: list[float]) -> None:
         def places(self) -> dict[Ticket, int]:
             return dict(self.found)
 
-    lives, pool = Lives(Loop(), Metrics()), Places()
-    one, begun = live_of("a"), live_of("b")
+    jobs, pool = ActiveJobs(Loop(), Metrics()), Places()
+    one, begun = active_of("a"), active_of("b")
     begun.work.started_s = 1.0
     pool.found = {one.work.tickets[0]: 3, begun.work.tickets[0]: 0}
-    assert (lives.place(one, pool), lives.place(begun, pool)) == (3, None)  # type: ignore[arg-type]
+    assert (jobs.place(one, pool), jobs.place(begun, pool)) == (3, None)  # type: ignore[arg-type]
     pool.found[one.work.tickets[0]] = 2
-    assert lives.place(one, pool) == 3  # type: ignore[arg-type]
+    assert jobs.place(one, pool) == 3  # type: ignore[arg-type]
     clock[0] += active.TICK_S * 1.01
-    assert lives.place(one, pool) == 2  # type: ignore[arg-type]
+    assert jobs.place(one, pool) == 2  # type: ignore[arg-type]
 
 
 def test_who_waits_on_a_connection_is_not_put_off() -> None:
-    lives, one, begun = Lives(Loop(), Metrics()), live_of("a"), live_of("b")
+    jobs, one, begun = ActiveJobs(Loop(), Metrics()), active_of("a"), active_of("b")
     begun.work.started_s = 1.0
-    assert (lives.may_wait(one), lives.may_wait(begun)) == (True, False)
-    with lives.attended(one.record):  # type: ignore[arg-type]
-        assert not lives.may_wait(one)
-    assert lives.may_wait(one)
+    assert (jobs.may_wait(one), jobs.may_wait(begun)) == (True, False)
+    with jobs.attended(one.record):  # type: ignore[arg-type]
+        assert not jobs.may_wait(one)
+    assert jobs.may_wait(one)
 
 
 def test_a_key_has_so_many_requests_on_the_bench_and_no_more() -> None:

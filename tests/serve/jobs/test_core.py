@@ -73,7 +73,7 @@ def test_pictures_name_the_hash_of_the_models_file(run_core, model_folder):
     async def scenario(core):
         job = await core.submit(QUICK, key="a")
         await core.finished(job.id, key="a")
-        return (await core.pictures(job.id, key="a"))[0].png, core.model.sha256
+        return (await core.pictures(job.id, key="a"))[0].png, core.catalogue.model.sha256
 
     png, told = run_core(scenario)
     texts = Image.open(io.BytesIO(png)).text
@@ -87,10 +87,10 @@ def test_a_large_models_hash_comes_while_it_is_served(run_core, monkeypatch):
 
     async def scenario(core):
         for _ in range(500):
-            if core.model.sha256:
+            if core.catalogue.model.sha256:
                 break
             await asyncio.sleep(0.01)
-        return len(core.model.sha256 or "")
+        return len(core.catalogue.model.sha256 or "")
 
     assert run_core(scenario) == 64
 
@@ -704,7 +704,7 @@ def kept_job(run_core, monkeypatch, error, seconds=30.0):
 
     async def accept(core):
         await core.submit(KEPT, key="a", job_id="x")
-        core._set_all_aside()
+        core._defer_all()
 
     run_core(accept)
     read, times = ResultWriter.read_uploads, []
@@ -773,7 +773,7 @@ def test_a_mistake_of_ours_ends_no_kept_job(run_core, monkeypatch, caplog):
 def test_a_kept_job_beyond_a_new_bound_ends_with_the_reason(run_core):
     async def accept(core):
         await core.submit(KEPT, key="a", job_id="x")
-        core._set_all_aside()
+        core._defer_all()
 
     run_core(accept)
     job = run_core(lambda core: looked_at(core, 30.0), limits=Limits(steps=2))
@@ -792,7 +792,7 @@ def test_a_kept_job_whose_upload_is_lost_fails_and_draws_nothing_else(run_core, 
 
     async def accept(core):
         await core.submit(KEPT, key="a", job_id="x", uploads=uploads)
-        core._set_all_aside()
+        core._defer_all()
         return core.results.folder
 
     folder = run_core(accept)

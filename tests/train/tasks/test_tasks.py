@@ -9,9 +9,10 @@ import torch
 from torch.distributions import Normal
 from torch.distributions import kl_divergence as torchs_kl
 
+from darkroom.recipe.rules import divisors
 from darkroom.recipe.sections import TrainSettings
 from darkroom.train.jobs import Pinned, TrainingSetup
-from darkroom.train.memory import activation_bytes, choose_micro_batch, divisors
+from darkroom.train.memory import activation_bytes, choose_micro_batch
 from darkroom.train.setup import make_job
 from darkroom.train.tasks.diffusion import distance, edge_distance, kl_divergence
 from train.conftest import MakeRecipe

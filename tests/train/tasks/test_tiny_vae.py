@@ -14,7 +14,6 @@ from darkroom.plan.training import profile_recipe
 from darkroom.recipe import Recipe, make_recipe
 from darkroom.run import Run
 from darkroom.train import train
-from darkroom.train.checks import check_settings
 from darkroom.train.jobs import Pinned, TrainingSetup
 from darkroom.train.setup import make_job
 from train.conftest import MakeRecipe
@@ -127,10 +126,10 @@ def test_a_plan_counts_the_teachers_passes(recipe_of: MakeRecipe, teacher: Path)
 
 def test_what_it_cannot_do_is_refused(recipe_of: MakeRecipe, teacher: Path) -> None:
     with pytest.raises(RecipeError, match="gradient_checkpointing: true; allowed: false with the task tiny"):
-        check_settings(recipe(recipe_of, teacher, "train.gradient_checkpointing=true"))
+        recipe(recipe_of, teacher, "train.gradient_checkpointing=true").check()
     with pytest.raises(RecipeError, match=r"data.buckets: true; allowed: false with the task tiny-vae"):
-        check_settings(recipe(recipe_of, teacher, "data.buckets=true"))
+        recipe(recipe_of, teacher, "data.buckets=true").check()
     with pytest.raises(RecipeError, match="evaluate.every_images"):
-        check_settings(recipe(recipe_of, teacher, "evaluate.every_images=8", "data.holdout=8"))
+        recipe(recipe_of, teacher, "evaluate.every_images=8", "data.holdout=8").check()
     with pytest.raises(RecipeError, match=r"data.folder: a folder with the task tiny-vae; import it into a"):
-        check_settings(make_recipe({"task": "tiny-vae", "model": {"base": "x"}, "data": {"folder": "y"}}))
+        make_recipe({"task": "tiny-vae", "model": {"base": "x"}, "data": {"folder": "y"}}).check()

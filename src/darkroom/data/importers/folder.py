@@ -270,7 +270,7 @@ class FolderSource:
         if found is None:
             return Problem(key, "no-file", tree.why_not(name))
         try:
-            caption = _caption_beside(tree, name, self._decode)
+            caption = _caption_file(tree, name, self._decode)
         except TextError as error:
             return Problem(key, "bad-caption", str(error))
         torn = self._torn_above(tree, name) if caption is None else None
@@ -379,7 +379,7 @@ def _is_outside(name: str) -> bool:
     return ".." in name.split("/")
 
 
-def _caption_beside(tree: Tree, name: str, decode: Callable[[bytes], str]) -> str | None:
+def _caption_file(tree: Tree, name: str, decode: Callable[[bytes], str]) -> str | None:
     stems = dict.fromkeys(posixpath.splitext(one)[0] for one in (name, tree.called(name)))
     for stem, extension in product(stems, BESIDE):
         found = tree.find(stem + extension)

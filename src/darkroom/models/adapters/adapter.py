@@ -307,17 +307,17 @@ def base_of(layers: Mapping[str, Layer | Factors], metadata: Mapping[str, str]) 
     for name, layer in layers.items():
         if isinstance(layer, Layer) and name.endswith(("attn2.to_k", "attn2.to_v")):
             by_width = TEXT_WIDTHS.get(int(layer.down.shape[1]))
-            return "sd2-v" if by_width == "sd2" and _told(metadata) == "sd2-v" else by_width
+            return "sd2-v" if by_width == "sd2" and _named_family(metadata) == "sd2-v" else by_width
     if any(name.startswith("text_encoder_2.") for name in layers):
         return "sdxl"
-    if (family := _told(metadata)) is not None:
+    if (family := _named_family(metadata)) is not None:
         return family
     widths = {int(layer.down.shape[1]) for layer in layers.values() if isinstance(layer, Layer)}
     named = any(len(name.split(".")) > 2 for name in layers)
     return None if named or not widths else next((f for w, f in TEXT_WIDTHS.items() if w in widths), None)
 
 
-def _told(metadata: Mapping[str, str]) -> str | None:
+def _named_family(metadata: Mapping[str, str]) -> str | None:
     """The family that a header names, in ModelSpec's words or in kohya's."""
     architecture = metadata.get("modelspec.architecture", "").partition("/")[0]
     version = metadata.get("ss_base_model_version", "")
@@ -434,3 +434,75 @@ def block_of(path: str, deep: int) -> str:
     level = int(found[2]) * (1 + deep)
     at = deep if found[3].endswith("samplers") else int(found[4])
     return f"IN{1 + level + at:02}" if found[1] == "down" else f"OUT{level + at:02}"
+
+
+# ---- as the bank holds it
+
+MAX_WEIGHT = 100.0
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Change:
+    """What an adapter does to a layer, cast and on the device."""
+
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None
+    """down [r, I] and up [r, O] with its scale"""
+    gain: torch.Tensor | None = None
+    """[O], of the layer's own output without its bias"""
+    delta: torch.Tensor | None = None
+    """Added to the weight, in its shape"""
+    bias: torch.Tensor | None = None
+    """Added to the bias [O], where there is a delta"""
+
+    @classmethod
+    def of(cls, layer: Layer | Factors, weight: torch.Tensor, factor: float, place: torch.device) -> Change:
+        """The smallest form of a fitted layer's change of a weight, times a factor, in float32.
+
+        `place` is where what needs the weight is computed.
+        """
+        if isinstance(layer, Layer):
+            up_rO, down_rI = (layer.up.float() * layer.scale).flatten(1).T, layer.down.float().flatten(1)
+            if layer.magnitude is None:
+                return cls((down_rI, factor * up_rO))
+            if magnitude_side(layer.magnitude, layer.shape) == 0:
+                whole = weight.to(place, torch.float32) + layer.delta().reshape(weight.shape).to(place)
+                ratio = layer.magnitude.float().flatten().to(place) / whole.flatten(1).norm(dim=1)
+                return cls((down_rI, factor * up_rO.to(place) * ratio), factor * (ratio - 1))
+        elif (gain := layer.gain) is not None:
+            return cls(gain=factor * gain)
+        delta = factor * layer.to(place).change(weight.to(place, torch.float32))
+        return cls(delta=delta, bias=None if layer.bias is None else factor * layer.bias.float())
+
+    def cast(self, place: torch.device, dtype: torch.dtype) -> Change:
+        """In a weight's type, where its layer computes, in memory of its own.
+
+        Where nothing is cast `down` would be the file's own, mapped: it could not be replaced on Windows, and
+        written over elsewhere it ends the process.
+        """
+
+        def moved(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+            return tensor.to(place, dtype, copy=copy).contiguous()
+
+        return Change(
+            None if self.low_rank is None else (moved(self.low_rank[0], copy=True), moved(self.low_rank[1])),
+            None if self.gain is None else moved(self.gain),
+            None if self.delta is None else moved(self.delta),
+            None if self.bias is None else moved(self.bias),
+        )
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All there are."""
+        return [one for one in (*(self.low_rank or ()), self.gain, self.delta, self.bias) if one is not None]
+
+
+def low_rank_of(adapter: Adapter) -> int:
+    """The largest rank of what is added as a product of two matrices; 0 where nothing is."""
+    return max((layer.rank for layer in adapter.layers.values() if isinstance(layer, Layer)), default=0)
+
+
+def check_weight(weight: float, name: str = "an adapter") -> float:
+    """A weight that is a number within reason, else a ModelError."""
+    if not abs(weight) <= MAX_WEIGHT:  # also NaN
+        raise ModelError(f"weight {weight} of {name}", allowed=f"-{MAX_WEIGHT:g} to {MAX_WEIGHT:g}")
+    return weight

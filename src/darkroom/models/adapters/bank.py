@@ -29,7 +29,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from darkroom.errors import ModelError
 from darkroom.hardware import accelerator
-from darkroom.models.adapters.adapter import Adapter, Blocks, Factors, Layer, by_layer, magnitude_side
+from darkroom.models.adapters.adapter import (
+    Adapter,
+    Blocks,
+    Change,
+    by_layer,
+    check_weight,
+    low_rank_of,
+)
 from darkroom.models.adapters.read import changeable, check_untouched, fit
 
 if TYPE_CHECKING:
@@ -44,7 +51,6 @@ HOST = "_numbers_on_the_host"
 """Under which slots on a device keep the same numbers as a list."""
 ROWS = "adapter_rows"
 """Where a U-Net or text encoder keeps its `RowAdapters`."""
-MAX_WEIGHT = 100.0
 STACKED = ("bank_down", "bank_up", "bank_gain")
 # What a batch's matrices may take while they are kept between its steps; gathering them anew costs a copy.
 MOST_KEPT_BYTES = 2**28
@@ -380,61 +386,6 @@ def _banked(cls: Any) -> type[nn.Module]:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Change:
-    """What an adapter does to a layer, cast and on the device."""
-
-    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None
-    """down [r, I] and up [r, O] with its scale"""
-    gain: torch.Tensor | None = None
-    """[O], of the layer's own output without its bias"""
-    delta: torch.Tensor | None = None
-    """Added to the weight, in its shape"""
-    bias: torch.Tensor | None = None
-    """Added to the bias [O], where there is a delta"""
-
-    @classmethod
-    def of(cls, layer: Layer | Factors, weight: torch.Tensor, factor: float, place: torch.device) -> Change:
-        """The smallest form of a fitted layer's change of a weight, times a factor, in float32.
-
-        `place` is where what needs the weight is computed.
-        """
-        if isinstance(layer, Layer):
-            up_rO, down_rI = (layer.up.float() * layer.scale).flatten(1).T, layer.down.float().flatten(1)
-            if layer.magnitude is None:
-                return cls((down_rI, factor * up_rO))
-            if magnitude_side(layer.magnitude, layer.shape) == 0:
-                whole = weight.to(place, torch.float32) + layer.delta().reshape(weight.shape).to(place)
-                ratio = layer.magnitude.float().flatten().to(place) / whole.flatten(1).norm(dim=1)
-                return cls((down_rI, factor * up_rO.to(place) * ratio), factor * (ratio - 1))
-        elif (gain := layer.gain) is not None:
-            return cls(gain=factor * gain)
-        delta = factor * layer.to(place).change(weight.to(place, torch.float32))
-        return cls(delta=delta, bias=None if layer.bias is None else factor * layer.bias.float())
-
-    def cast(self, place: torch.device, dtype: torch.dtype) -> Change:
-        """In a weight's type, where its layer computes, in memory of its own.
-
-        Where nothing is cast `down` would be the file's own, mapped: it could not be replaced on Windows, and
-        written over elsewhere it ends the process.
-        """
-
-        def moved(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
-            return tensor.to(place, dtype, copy=copy).contiguous()
-
-        return Change(
-            None if self.low_rank is None else (moved(self.low_rank[0], copy=True), moved(self.low_rank[1])),
-            None if self.gain is None else moved(self.gain),
-            None if self.delta is None else moved(self.delta),
-            None if self.bias is None else moved(self.bias),
-        )
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All there are."""
-        return [one for one in (*(self.low_rank or ()), self.gain, self.delta, self.bias) if one is not None]
-
-
-@dataclass(frozen=True, eq=False, repr=False)
 class Staged:
     """An adapter checked, cast and on the device: putting it into a slot is a copy from here."""
 
@@ -697,18 +648,6 @@ class Bank:
                     self._check_slot(slot)
                 check_weight(weight)
         return lay_out(choices, device)
-
-
-def low_rank_of(adapter: Adapter) -> int:
-    """The largest rank of what is added as a product of two matrices; 0 where nothing is."""
-    return max((layer.rank for layer in adapter.layers.values() if isinstance(layer, Layer)), default=0)
-
-
-def check_weight(weight: float, name: str = "an adapter") -> float:
-    """A weight that is a number within reason, else a ModelError."""
-    if not abs(weight) <= MAX_WEIGHT:  # also NaN
-        raise ModelError(f"weight {weight} of {name}", allowed=f"-{MAX_WEIGHT:g} to {MAX_WEIGHT:g}")
-    return weight
 
 
 def lay_out(choices: Sequence[Choice], device: torch.device | str) -> dict[str, torch.Tensor]:

@@ -194,7 +194,7 @@ def _factors(
     scale = 1.0 if alpha is None or whole else scale_of(alpha, rank)
     layer = Factors(kind, parts, scale, magnitude)
     if layer.shape is None:
-        raise ModelError(f"{where}: {_shape_told(layer)} do not go together")
+        raise ModelError(f"{where}: {_shape_text(layer)} do not go together")
     return layer
 
 
@@ -210,7 +210,7 @@ def _whole(
     if kind == rotation and alpha:
         raise ModelError(f"{where}: a rotation with a constraint ({alpha:g})", allowed="none: alpha 0")
     if layer.shape is None:
-        raise ModelError(f"{where}: {_shape_told(layer)} do not go together")
+        raise ModelError(f"{where}: {_shape_text(layer)} do not go together")
     return layer
 
 
@@ -266,7 +266,7 @@ def fit(adapter: Adapter, model: Model) -> Adapter:
         if path in layers:
             raise ModelError(f"adapter '{adapter.name}': layer '{path}' is there twice, by two names")
         if fitted is None:
-            wrong.append(f"{shown(name)}: {_shape_told(layer)}, there {list(shape)}")
+            wrong.append(f"{shown(name)}: {_shape_text(layer)}, there {list(shape)}")
         else:
             layers[path] = fitted
     if wrong:
@@ -366,7 +366,7 @@ def _covers(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return own[0] == shape[0] and math.prod(own[1:]) == math.prod(shape[1:]) and math.prod(kernel) == 1
 
 
-def _shape_told(layer: Layer | Factors) -> str:
+def _shape_text(layer: Layer | Factors) -> str:
     if isinstance(layer, Layer):
         return str(list(layer.shape))
     return ", ".join(f"{role} {list(tensor.shape)}" for role, tensor in layer.parts.items())

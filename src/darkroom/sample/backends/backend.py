@@ -136,11 +136,11 @@ def open_compiled(
         names.append("compile")
     backend = open_torch(model, names, device)
     backend.name = "compile"
-    backend.unet = _first_call_told(backend.unet, backend.times_s, notice)
+    backend.unet = _first_call_logged(backend.unet, backend.times_s, notice)
     return backend
 
 
-def _first_call_told(unet: Unet, times_s: dict[str, float], notice: Callable[[str], None]) -> Unet:
+def _first_call_logged(unet: Unet, times_s: dict[str, float], notice: Callable[[str], None]) -> Unet:
     def call(
         x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
     ) -> torch.Tensor:

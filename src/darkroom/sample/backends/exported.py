@@ -92,7 +92,7 @@ def exported(key: CacheKey, make: Callable[[Path], None]) -> Path:
         with _one_at_a_time(base / f".{key.name}.lock"):
             if not _is_whole(place, key):
                 _make(place, key, make)
-                _let_go(base, place, limit_bytes)
+                _evict(base, place, limit_bytes)
     except (PermissionError, NotADirectoryError, FileExistsError) as error:
         raise InputError(
             f"the cache of exports '{base}' cannot be written: {error.strerror}", mend="set DARKROOM_CACHE"
@@ -111,7 +111,7 @@ def _limit_bytes() -> float:
     return limit_gb * 1e9
 
 
-def _let_go(base: Path, keep: Path, limit_bytes: float) -> None:
+def _evict(base: Path, keep: Path, limit_bytes: float) -> None:
     """Delete exports used longest ago until the rest fits. Whoever has one open goes on with it."""
     found = {about.parent: about.parent.stat().st_mtime for about in base.glob(f"[!.]*/{ABOUT}")}
     sizes = {place: sum(file.stat().st_size for file in place.iterdir()) for place in found}
@@ -302,7 +302,7 @@ def _opened(
 
     def make(folder: Path) -> None:
         start = time.perf_counter()
-        notice(f"{_told(shell.part)} is exported for {engine.name}, once: {_size(shell, engine)}")
+        notice(f"{_part_name(shell.part)} is exported for {engine.name}, once: {_size(shell, engine)}")
         engine.export(shell_of(_in_precision(module, engine.dtype)), folder)
         times_s[f"export {shell.part}"] = time.perf_counter() - start
 
@@ -432,7 +432,7 @@ def _version(package: str) -> tuple[str, str]:
         raise MissingExtra(package, "openvino") from error
 
 
-def _told(part: str) -> str:
+def _part_name(part: str) -> str:
     return {"unet": "the U-Net", "vae_decoder": "the VAE's decoder"}[part]
 
 

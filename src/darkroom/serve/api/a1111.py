@@ -112,7 +112,7 @@ class Txt2Img(BaseModel):
         """In the terms of the core; `chosen` is the model that the caller set by `options`."""
         self.check_others()
         model = self._model(core, chosen)
-        card = core.card(model)
+        card = core.catalogue.card(model)
         named = _solver_of(self.sampler_name or self.sampler_index, self.scheduler)
         if not set(card.solvers) & set(FLOW_SOLVER_NAMES):
             named = _with_automatic(named, self.scheduler)
@@ -193,7 +193,7 @@ class Txt2Img(BaseModel):
             scale=2.0 if self.hr_scale is None else self.hr_scale,
             strength=strength,
             steps=steps_of_share(taken, strength),  # A1111's second pass takes them all
-            upscaler=_upscaler_of(self.hr_upscaler, core.upscalers.names()),
+            upscaler=_upscaler_of(self.hr_upscaler, core.catalogue.upscalers.names()),
         )
 
     def _model(self, core: Core, chosen: str | None) -> str | None:
@@ -347,7 +347,7 @@ async def _uploads(
     core: Core, body: Txt2Img, wanted: PictureRequest, request: Request, *, is_made: bool
 ) -> Uploads | None:
     """The pictures of a request; those that are cut or blurred first (`is_made`) wait their turn."""
-    card = core.card(wanted.model)
+    card = core.catalogue.card(wanted.model)
     if is_made:
         return await core.bench.do(caller(request), lambda: body.uploads(core, card))
     return await asyncio.to_thread(body.uploads, core, card)
@@ -395,7 +395,7 @@ def _info(core: Core, job: Job, body: Txt2Img) -> dict[str, Any]:
         "steps": first["steps"],
         "batch_size": num,
         "restore_faces": False,
-        "sd_model_name": core.card(job.request.model).name,
+        "sd_model_name": core.catalogue.card(job.request.model).name,
         "sd_model_hash": str(first.get("model_sha256", ""))[:10] or None,
         "denoising_strength": job.request.strength,
         "extra_generation_params": {},

@@ -161,7 +161,7 @@ def add_server_routes(router: APIRouter, core: Core) -> None:
     async def cmd_flags() -> dict[str, Any]:
         """A1111's start options, as far as they mean something here."""
         prefix = core.settings.prefix
-        return {"api": True, "nowebui": False, "ckpt": core.model.name, "subpath": prefix or None}
+        return {"api": True, "nowebui": False, "ckpt": core.catalogue.model.name, "subpath": prefix or None}
 
     @router.get("/memory")
     async def memory() -> dict[str, Any]:
@@ -193,7 +193,7 @@ async def _upscaled(
     def made() -> list[bytes]:
         """Each of them in turn."""
         contents = [decoded(one, param) for one in given]
-        return [body.of(one, core.limits, core.upscalers, core.provenance) for one in contents]
+        return [body.of(one, core.limits, core.catalogue.upscalers, core.provenance) for one in contents]
 
     if UPSCALERS.get(body.upscaler_1.lower(), body) is None:
         pngs = await core.bench.do(caller(request), made, len(given))
@@ -213,7 +213,7 @@ async def _no_entries() -> list[dict[str, Any]]:
 
 
 def _device_memory(core: Core) -> dict[str, Any]:
-    device = core.device
+    device = core.catalogue.device
     if device is None or not accelerator.kind_of(device).own_memory:
         return {"error": "no device with memory of its own"}
     free = accelerator.free_bytes(device)
@@ -229,7 +229,7 @@ def add_lists(router: APIRouter, core: Core, chosen: ChosenModels) -> None:
     @router.get("/options")
     async def options(request: Request) -> dict[str, Any]:
         """The server's settings, as far as they have a name in this dialect, with the caller's model."""
-        name = chosen.of(caller(request)) or core.model.name
+        name = chosen.of(caller(request)) or core.catalogue.model.name
         return {"sd_model_checkpoint": name, "samples_format": "png", "CLIP_stop_at_last_layers": 1}
 
     @router.post("/options")
@@ -263,7 +263,7 @@ def add_lists(router: APIRouter, core: Core, chosen: ChosenModels) -> None:
                 "filename": card.name,
                 "config": None,
             }
-            for card in core.models()
+            for card in core.catalogue.models()
         ]
 
     @router.get("/samplers")
@@ -280,13 +280,14 @@ def add_lists(router: APIRouter, core: Core, chosen: ChosenModels) -> None:
     async def loras() -> list[dict[str, Any]]:
         """The adapters that a prompt may name."""
         return [
-            {"name": one.name, "alias": one.name, "path": one.name, "metadata": {}} for one in core.adapters()
+            {"name": one.name, "alias": one.name, "path": one.name, "metadata": {}}
+            for one in core.catalogue.adapters()
         ]
 
     @router.get("/embeddings")
     async def embeddings() -> dict[str, Any]:
         """The textual inversions that prompts may name, and those that are for other models."""
-        there = core.embeddings()
+        there = core.catalogue.embeddings()
         return {
             kind: {one.name: _embedding(one) for one in found}
             for kind, found in (("loaded", there.loaded), ("skipped", there.skipped))
@@ -296,7 +297,7 @@ def add_lists(router: APIRouter, core: Core, chosen: ChosenModels) -> None:
     async def upscalers() -> list[dict[str, Any]]:
         """How a second pass may begin."""
         plain = {"model_name": None, "model_path": None, "model_url": None, "scale": None}
-        return [{"name": name, **plain} for name in ("Latent", "Lanczos", *core.upscalers.names())]
+        return [{"name": name, **plain} for name in ("Latent", "Lanczos", *core.catalogue.upscalers.names())]
 
 
 class ChosenModels:
@@ -324,7 +325,7 @@ class ChosenModels:
 def named_model(core: Core, given: Any, param: str) -> str:
     """A model's name as the server has it; 422 for none of that name."""
     try:
-        return core.card(str(given)).name
+        return core.catalogue.card(str(given)).name
     except Refused as refused:
         if refused.status != 404:
             raise

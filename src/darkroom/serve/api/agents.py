@@ -108,12 +108,12 @@ class Agents:
         """The models, and the adapters, nets, embeddings and upscalers that may be named, as JSON."""
         core = self.core
         models = {
-            "model": asdict(core.model),
-            "models": [card.name for card in core.models()],
-            "adapters": [one.name for one in core.adapters()],
-            "controls": [one.name for one in core.nets()],
-            "embeddings": [one.name for one in core.embeddings().loaded],
-            "upscalers": core.upscalers.names(),
+            "model": asdict(core.catalogue.model),
+            "models": [card.name for card in core.catalogue.models()],
+            "adapters": [one.name for one in core.catalogue.adapters()],
+            "controls": [one.name for one in core.catalogue.nets()],
+            "embeddings": [one.name for one in core.catalogue.embeddings().loaded],
+            "upscalers": core.catalogue.upscalers.names(),
         }
         return [json.dumps(models, default=str)]
 

@@ -151,7 +151,7 @@ def _full_queue(core: Core) -> Check:
     read, check and refuse them one by one takes a good part of what draws."""
 
     async def check(scope: MutableMapping[str, Any], headers: Mapping[str, str], body: bytes) -> None:
-        """Note how the request is told again, and look for a place where it is one for pictures."""
+        """Note the hash that repeats of a request have; refuse one for pictures while the queue is full."""
         called = CALLED.fullmatch(scope["path"]) if scope["method"] == "PUT" else None
         asks = called is not None or (scope["method"] == "POST" and scope["path"] in DRAWING_PATHS)
         if not asks or not headers.get("content-type", "").startswith("application/json"):
@@ -234,8 +234,8 @@ def _add_errors(app: FastAPI, core: Core) -> None:
     @app.exception_handler(HTTPException)
     async def _http(_: Request, error: HTTPException) -> JSONResponse:
         names = {400: "bad_request", 404: "no_such_route", 405: "method_not_allowed"}
-        told_as = {400: "the body is no JSON that can be read", 404: "no such route"}
-        message = told_as.get(error.status_code, "this is not possible here")
+        messages = {400: "the body is no JSON that can be read", 404: "no such route"}
+        message = messages.get(error.status_code, "this is not possible here")
         answer = respond(Refused(error.status_code, names.get(error.status_code, "http_error"), message))
         answer.headers.update(error.headers or {})
         return answer
@@ -392,10 +392,10 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Called by uvicorn around its loop."""
-        stop_in_loop(asyncio.get_running_loop(), self._told_to_stop)
+        stop_in_loop(asyncio.get_running_loop(), self._stop_gently)
         yield
 
-    def _told_to_stop(self) -> None:
+    def _stop_gently(self) -> None:
         if self._draining is not None:
             LOG.info("leaving at once; jobs that are not over are kept")
             leave()

@@ -241,7 +241,7 @@ def controlnet_router(core: Core) -> APIRouter:
     @router.get("/model_list")
     async def model_list(update: bool = True) -> dict[str, list[str]]:
         """The nets of the server's folder."""
-        return {"model_list": [card.name for card in core.nets()]}
+        return {"model_list": [card.name for card in core.catalogue.nets()]}
 
     @router.get("/module_list")
     async def module_list(alias_names: bool = False) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def controlnet_router(core: Core) -> APIRouter:
     @router.get("/control_types")
     async def control_types() -> dict[str, Any]:
         """One kind of all: nets say by themselves what they are."""
-        nets = ["None", *(card.name for card in core.nets())]
+        nets = ["None", *(card.name for card in core.catalogue.nets())]
         every = {"module_list": list(MODULES), "model_list": nets}
         return {"control_types": {"All": {**every, "default_option": "none", "default_model": "None"}}}
 

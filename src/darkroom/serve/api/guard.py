@@ -130,9 +130,9 @@ class Guard:
         finally:
             self._under_way -= 1
             logs.NOTES.reset(token)
-            self._tell(scope, notes, sent)
+            self._log_request(scope, notes, sent)
 
-    def _tell(self, scope: MutableMapping[str, Any], notes: logs.RequestNotes, sent: _Sent) -> None:
+    def _log_request(self, scope: MutableMapping[str, Any], notes: logs.RequestNotes, sent: _Sent) -> None:
         """Count the request, and write its line. Probes are counted apart: one before the model is loaded
         is no refusal, and lines of those that went well are for debugging only."""
         seconds = time.monotonic() - sent.began_s

@@ -168,7 +168,7 @@ def huggingface_router(core: Core) -> APIRouter:
     )
     async def of_model(name: Annotated[str, Path(max_length=500)], request: Request) -> Response:
         """The same, by the model's name."""
-        core.card(name)  # 404 before the body is read
+        core.catalogue.card(name)  # 404 before the body is read
         return await answer(request, name)
 
     return router

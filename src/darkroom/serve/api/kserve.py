@@ -92,7 +92,7 @@ def kserve_router(core: Core) -> APIRouter:
     @router.get("/models/{name}")
     async def model(name: Name) -> dict[str, Any]:
         """A model's tensors."""
-        core.card(name)
+        core.catalogue.card(name)
         types = {"BYTES": "BYTES", "INT": "INT64", "FP": "FP32"}
         inputs = [{"name": one, "datatype": types[kind], "shape": [-1]} for one, (_, kind) in TENSORS.items()]
         outputs = [{"name": "image", "datatype": "BYTES", "shape": [-1]}]
@@ -108,7 +108,7 @@ def kserve_router(core: Core) -> APIRouter:
     @router.get("/models/{name}/ready")
     async def model_ready(name: Name) -> dict[str, Any]:
         """Whether the model takes requests; one that is not loaded is, once asked for."""
-        core.card(name)
+        core.catalogue.card(name)
         _check_ready(core)
         return {"name": name, "ready": True}
 
@@ -178,7 +178,7 @@ async def _inferred(
     core: Core, name: str, body: InferRequest, request: Request, binary: bool
 ) -> dict[str, Any]:
     """The answer of `infer`."""
-    core.card(name)
+    core.catalogue.card(name)
     if binary:
         raise Refused(415, "binary", "tensors in the JSON only, not in a binary part")
     kind = _format(body)

@@ -211,12 +211,12 @@ def server_router(core: Core) -> APIRouter:
         """A model (the first for no `name`), the names of all, adapters, nets, embeddings and upscalers, and
         the limits of a request."""
         return {
-            **asdict(core.card(name)),
-            "models": [card.name for card in core.models()],
-            "adapters": [asdict(card) for card in core.adapters(name)],
-            "controls": [asdict(card) for card in core.nets(name)],
-            "embeddings": [one.name for one in core.embeddings(name).loaded],
-            "upscalers": core.upscalers.names(),
+            **asdict(core.catalogue.card(name)),
+            "models": [card.name for card in core.catalogue.models()],
+            "adapters": [asdict(card) for card in core.catalogue.adapters(name)],
+            "controls": [asdict(card) for card in core.catalogue.nets(name)],
+            "embeddings": [one.name for one in core.catalogue.embeddings(name).loaded],
+            "upscalers": core.catalogue.upscalers.names(),
             "maps": served_maps(),
             "limits": core.limits.model_dump(exclude={"keys"}),
         }

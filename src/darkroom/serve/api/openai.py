@@ -162,12 +162,12 @@ def openai_router(core: Core) -> APIRouter:
     @router.get("/models")
     async def models() -> dict[str, Any]:
         """The models served."""
-        return {"object": "list", "data": [_model(card) for card in core.models()]}
+        return {"object": "list", "data": [_model(card) for card in core.catalogue.models()]}
 
     @router.get("/models/{name}")
     async def model(name: Annotated[str, Path(max_length=500)]) -> dict[str, Any]:
         """A model by its name."""
-        return _model(core.card(name))
+        return _model(core.catalogue.card(name))
 
     return router
 
@@ -191,8 +191,8 @@ async def _edit(core: Core, request: Request, kind: type[EditsRequest]) -> tuple
     # Texts of a form: numbers may be given as such, unlike in JSON.
     wanted = kind.model_validate_strings(texts).model_copy(update=values)
     if references := images[1:]:
-        core.card(wanted.model)  # 404 before its nets are looked at
-        net = wanted.reference_net or await core.reference_net(wanted.model)
+        core.catalogue.card(wanted.model)  # 404 before its nets are looked at
+        net = wanted.reference_net or await core.catalogue.reference_net(wanted.model)
         if net is None:
             message = "image: one picture; further ones need an IP-Adapter among the server's --controls"
             raise Refused(422, "invalid_value", message, param="image")
@@ -240,7 +240,7 @@ def _model(card: ModelCard) -> dict[str, Any]:
 async def _answer(
     core: Core, wanted: ImagesRequest, request: Request, uploads: Uploads | None, kind: str
 ) -> dict[str, Any] | StreamingResponse:
-    core.card(wanted.model)  # 404 before its pictures are looked at
+    core.catalogue.card(wanted.model)  # 404 before its pictures are looked at
     uploads = await with_controls(wanted.controls, uploads)
     if wanted.stream:
         job_id = next(iter(repeatable_ids(request, 1)), None)

@@ -148,7 +148,7 @@ def vertex_router(core: Core) -> APIRouter:
             raise Refused(
                 422, "over_limit", f"instances: at most {core.limits.pictures} pictures", param="instances"
             )
-        _check_answer(body, core.card(body.parameters.model))
+        _check_answer(body, core.catalogue.card(body.parameters.model))
         uploads = await with_controls(body.parameters.controls)
         jobs = await all_made(core, request, body.requests(), uploads=uploads)
         jpegs = await asyncio.to_thread(small_enough, await pngs_of(core, jobs), provenance=core.provenance)

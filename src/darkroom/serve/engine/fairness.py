@@ -164,7 +164,7 @@ class _KeyFlow:
 
 
 class LoadLimit:
-    """Which pictures fit beside `loads`, by size, that are there and that the owner keeps up to date.
+    """Which pictures fit together with `loads`, those in the batch by size, which the owner keeps up to date.
 
     Each size takes a load of `capacity`, all of them `calls` times that; a picture alone always fits. For one
     round of choices: a size that has no capacity for one has none for the next either, or large pictures
@@ -192,7 +192,7 @@ class LoadLimit:
         if there > 0 and there + load > self._whole:
             if large + load <= self._whole:
                 self._full = True
-            else:  # it waits for a large one to end, and then has to fit beside the small ones
+            else:  # it waits for a large one to end, and then has to fit together with the small ones
                 self._kept = max(self._kept, load)
             return False
         return not self._kept or there - large + load + self._kept <= self._whole

@@ -21,7 +21,7 @@ from darkroom.hardware import accelerator
 from darkroom.hardware.machine import usable_cores
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
-from darkroom.sample.generate import repaints
+from darkroom.sample.inputs import repaints
 from darkroom.serve.engine.batch import places_for
 from darkroom.serve.engine.fixed_shapes import FixedRows, steady
 from darkroom.serve.engine.loop import Engine

@@ -404,7 +404,7 @@ class ModelPool:
         settings = self._settings.model_copy(update={"model": served.ref})
         arguments: tuple[Any, ...] = (settings, self._metrics, self._hooks)
         free = [self._free] if self.several else []
-        opened: LoadedModel = await self._beside("loading", served, loader.open_model, *arguments, *free)
+        opened: LoadedModel = await self._in_thread("loading", served, loader.open_model, *arguments, *free)
         served.name = served.name or opened.model.name
         served.largest_load = opened.engine.largest_load
         served.embeddings = opened.embeddings
@@ -418,7 +418,7 @@ class ModelPool:
             self._metrics.model_load_seconds.observe(seconds)
         return opened
 
-    async def _beside(self, what: str, served: ServedModel, call: Callable[..., Any], *given: Any) -> Any:
+    async def _in_thread(self, what: str, served: ServedModel, call: Callable[..., Any], *given: Any) -> Any:
         """What takes long, in a thread. Where nobody waits for it any more it goes on, and `busy` says so."""
         served.busy = what
         try:
@@ -434,11 +434,11 @@ class ModelPool:
         assert opened is not None
         assert served.outline is not None
         served.outline.digest = opened.model.digest
-        await self._beside("releasing", served, _close, opened)
+        await self._in_thread("releasing", served, _close, opened)
         weights, device = weakref.ref(opened.model), opened.engine.studio.backend.device
         del opened
         for i in range(TRIES):  # a listener to its last job may still hold that
-            await self._beside("releasing", served, _collect, device)
+            await self._in_thread("releasing", served, _collect, device)
             if weights() is None:
                 break
             await asyncio.sleep(TRY_S * 2**i)

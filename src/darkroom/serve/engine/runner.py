@@ -19,8 +19,9 @@ from darkroom.models.upscaler import Upscaler, Upscalers
 from darkroom.picture_settings import DEFAULT_STEPS, PLAIN_UPSCALERS
 from darkroom.sample.adapters import read_tags
 from darkroom.sample.backends.backend import Backend, Decode
+from darkroom.sample.choice import second_pass, table_for
 from darkroom.sample.denoise import Condition
-from darkroom.sample.generate import checked_size, second_pass, table_for
+from darkroom.sample.inputs import checked_size
 from darkroom.sample.pictures import while_wanted
 from darkroom.sample.prompt_schedule import composed, readings
 from darkroom.sample.prompts import encode_prompts, read_parts

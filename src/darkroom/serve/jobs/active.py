@@ -224,16 +224,16 @@ class Intake:
                 return there, most, whose
         return None
 
-    def check_uploads(self, pool: ModelPool, lives: Lives, uploads: Uploads | None) -> None:
+    def check_uploads(self, pool: ModelPool, active_jobs: ActiveJobs, uploads: Uploads | None) -> None:
         """429 where the pictures that came with jobs would be too many bytes; those of one job never are."""
-        held = lives.uploads()
+        held = active_jobs.uploads()
         there = sum(held.values()) + self._reserved_bytes
         if uploads is None or id(uploads) in held or not there:
             return
         too_many = there + uploads.num_bytes - self._limits.uploads_bytes
         if too_many > 0:
             cost = 0.0
-            for work in (live.work for live in lives):
+            for work in (active.work for active in active_jobs):
                 if too_many <= 0:
                     break
                 cost += work.shape.whole_cost * len(work.tickets)
@@ -416,7 +416,7 @@ class Backlog(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class Live:
+class ActiveJob:
     """A job in memory: its row as accepted, and the work in the engine."""
 
     record: Record
@@ -434,13 +434,13 @@ class Live:
         self.state, self.result, self.finished_s = state, result, time.time()
 
 
-class Lives:
+class ActiveJobs:
     """By uid, and by key and id. Belongs to the event loop's thread."""
 
     def __init__(self, loop: Loop, metrics: Metrics) -> None:
         self._loop, self._metrics = loop, metrics
-        self._by_uid: dict[str, Live] = {}
-        self._by_id: dict[tuple[str, str], Live] = {}
+        self._by_uid: dict[str, ActiveJob] = {}
+        self._by_id: dict[tuple[str, str], ActiveJob] = {}
         self._places: tuple[float, dict[Any, int]] = (0.0, {})
         self._attended: set[str] = set()
         self.forgotten: Callable[[EngineJob], None] = lambda _: None
@@ -449,48 +449,48 @@ class Lives:
     def __len__(self) -> int:
         return len(self._by_uid)
 
-    def __iter__(self) -> Iterator[Live]:
+    def __iter__(self) -> Iterator[ActiveJob]:
         return iter(list(self._by_uid.values()))
 
-    def get(self, uid: str) -> Live | None:
+    def get(self, uid: str) -> ActiveJob | None:
         """By what is unique in the store."""
         return self._by_uid.get(uid)
 
-    def find(self, key: str, job_id: str) -> Live | None:
+    def find(self, key: str, job_id: str) -> ActiveJob | None:
         """By what its client calls it."""
         return self._by_id.get((key, job_id))
 
     def uploads(self) -> dict[int, int]:
         """Bytes of the pictures that came with each, by `id`: jobs that were sent together share theirs."""
-        held = (live.work.uploads for live in self._by_uid.values())
+        held = (active.work.uploads for active in self._by_uid.values())
         return {id(uploads): uploads.num_bytes for uploads in held if uploads is not None}
 
-    def add(self, live: Live) -> None:
+    def add(self, active: ActiveJob) -> None:
         """A job to be worked on here."""
-        self._by_uid[live.record.uid] = live
-        self._by_id[live.record.key, live.record.id] = live
+        self._by_uid[active.record.uid] = active
+        self._by_id[active.record.key, active.record.id] = active
         self._metrics.live_jobs.set(len(self))
 
-    def forget(self, live: Live) -> None:
+    def forget(self, active: ActiveJob) -> None:
         """A job that this process has no more to do with; its waiting clients get an answer."""
-        self._by_uid.pop(live.record.uid, None)
-        self._by_id.pop((live.record.key, live.record.id), None)
-        if live.deadline is not None:
-            live.deadline.cancel()
+        self._by_uid.pop(active.record.uid, None)
+        self._by_id.pop((active.record.key, active.record.id), None)
+        if active.deadline is not None:
+            active.deadline.cancel()
         self._places = 0.0, {}  # with its tickets, which have hold of the model
-        self.forgotten(live.work)
-        live.ended.set()
+        self.forgotten(active.work)
+        active.ended.set()
         self._loop.tick()
         self._metrics.live_jobs.set(len(self))
 
-    def place(self, live: Live, pool: ModelPool) -> int | None:
+    def place(self, active: ActiveJob, pool: ModelPool) -> int | None:
         """Pictures to be admitted before a job's first; looked up anew at most every tick."""
-        if live.work.started_s is not None:
+        if active.work.started_s is not None:
             return None
         now = time.monotonic()
         if now - self._places[0] > TICK_S:
             self._places = now, pool.places()
-        return self._places[1].get(live.work.tickets[0])
+        return self._places[1].get(active.work.tickets[0])
 
     @contextmanager
     def attended(self, job: Job) -> Iterator[None]:
@@ -501,6 +501,6 @@ class Lives:
         finally:
             self._attended.discard(job.uid)
 
-    def may_wait(self, live: Live) -> bool:
+    def may_wait(self, active: ActiveJob) -> bool:
         """Whether it has not begun and nobody waits for it on a connection."""
-        return live.work.started_s is None and live.work.uid not in self._attended
+        return active.work.started_s is None and active.work.uid not in self._attended

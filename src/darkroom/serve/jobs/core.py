@@ -11,34 +11,29 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from pydantic import ValidationError
 
 import darkroom
 from darkroom.errors import DarkroomError, InputError, first_line, is_system_failure
-from darkroom.models.upscaler import Upscalers
 from darkroom.serve import logs
-from darkroom.serve import status as cards
 from darkroom.serve.engine import loader as opening
-from darkroom.serve.engine import tickets
-from darkroom.serve.engine.pool import ModelPool, ServedModel
+from darkroom.serve.engine.pool import ModelPool
 from darkroom.serve.engine.tickets import EngineJob, Loop, Shape
 from darkroom.serve.jobs import admission
-from darkroom.serve.jobs.active import Backlog, Bench, Intake, Live, Lives, over_quota
+from darkroom.serve.jobs.active import ActiveJob, ActiveJobs, Backlog, Bench, Intake, over_quota
 from darkroom.serve.jobs.admission import new_record
 from darkroom.serve.jobs.events import Watchers, job_of, job_of_record
-from darkroom.serve.jobs.results import Endings, Retention, picture_name
+from darkroom.serve.jobs.results import Completion, Retention, picture_name
 from darkroom.serve.jobs.store import LIVE, OverQuota, Record, StorageError
 from darkroom.serve.logs import Traces
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import Event, Job, PictureRequest, Refused, StoredPicture, Uploads
 from darkroom.serve.settings import ServeSettings
 from darkroom.serve.shared_queue import Sharing, open_sharing, open_stores
+from darkroom.serve.status import Catalogue, Status, status_of
 
 if TYPE_CHECKING:
-    from darkroom.models.model import Model
     from darkroom.serve.engine.loop import Engine
-    from darkroom.serve.engine.nets import NetCard
 
 
 T = TypeVar("T")
@@ -61,8 +56,8 @@ class Core:
         self.metrics.look(
             ready=lambda: self.trouble() is None,
             queue_age_s=self.queue_age_s,
-            device_bytes=self._device_bytes,
-            net_bytes=self._net_bytes,
+            device_bytes=lambda: self.catalogue.device_bytes(),
+            net_bytes=lambda: self.catalogue.net_bytes(),
         )
         self.results, self.store = open_stores(settings)
         self.state = "loading"
@@ -70,28 +65,29 @@ class Core:
         self.why = "the model is being loaded"
         self.error: Exception | None = None
         """Why it is broken, for who runs it."""
-        self._told_kept: set[str] = set()
+        self._answered_kept: set[str] = set()
         """Jobs whose waiting clients got the answer that the next process draws them."""
         self._loop = Loop()
         hooks = opening.EngineCallbacks(
-            self._loop.on_tick, self._wake, lambda: self._loop.soon(self._set_all_aside)
+            self._loop.on_tick, self._wake, lambda: self._loop.soon(self._defer_all)
         )
         self.pool = ModelPool(
             settings, self.metrics, self._loop, hooks, self._still_possible, self._fail_unloaded
         )
-        self._lives = Lives(self._loop, self.metrics)
-        self._lives.forgotten = self.pool.forget
+        self.catalogue = Catalogue(settings, self.pool, self._loop, self._not_known)
+        self._active = ActiveJobs(self._loop, self.metrics)
+        self._active.forgotten = self.pool.forget
         self._intake, self.bench = Intake(self.limits), Bench(self.limits)
         self.traces = None if settings.traces is None else Traces(settings.traces)
-        self._endings = Endings(
-            self._loop, self._lives, self.pool, self.store, self.results, self.metrics, settings, self.traces
+        self._completion = Completion(
+            self._loop, self._active, self.pool, self.store, self.results, self.metrics, settings, self.traces
         )
-        self._keeper, self.provenance = self._endings.keeper, self._endings.provenance
+        self._keeper, self.provenance = self._completion.keeper, self._completion.provenance
         self._retention = Retention(self._loop, self.results, self.store, self._keeper)
-        self.sharing = open_sharing(settings, self.store, self._lives)
+        self.sharing = open_sharing(settings, self.store, self._active)
         self._keeper.server = None if self.sharing is None else self.sharing.leases.owner
-        self._watchers = Watchers(self._loop, self._lives, self.pool, self.sharing, self.limits.watchers)
-        self.attended = self._lives.attended
+        self._watchers = Watchers(self._loop, self._active, self.pool, self.sharing, self.limits.watchers)
+        self.attended = self._active.attended
 
     # ---- life
 
@@ -143,12 +139,12 @@ class Core:
 
     async def _begin_with_what_is_there(self) -> None:
         if self.sharing is not None:
-            self.sharing.begin(self.pool, self._take_up, self._set_aside)
+            self.sharing.begin(self.pool, self._take_up, self._defer)
             self._loop.spawn(self.sharing.run())
             return
         await self._retention.tidy()
         for record in await asyncio.wrap_future(self.store.live()):
-            if self._lives.get(record.uid) is None:
+            if self._active.get(record.uid) is None:
                 await self._take_up(record)
 
     async def _take_up(self, record: Record, failures: int = 0) -> None:
@@ -183,7 +179,7 @@ class Core:
             return
         now: Record | None = await asyncio.wrap_future(self.store.find_uid(record.uid))
         # It may have been cancelled meanwhile, or taken up at another try.
-        if now is not None and now.state in LIVE and self._lives.get(now.uid) is None:
+        if now is not None and now.state in LIVE and self._active.get(now.uid) is None:
             self._enlist(now, request, shape, uploads)
 
     async def _end_record(self, record: Record, code: str, message: str) -> None:
@@ -198,26 +194,26 @@ class Core:
         self.state, self.why = "draining", "the server is being stopped"
         if self.sharing is not None:
             self.sharing.claims = False
-        for live in self._lives:
-            if self._lives.may_wait(live):
-                self._set_aside(live)
+        for active in self._active:
+            if self._active.may_wait(active):
+                self._defer(active)
         end = time.monotonic() + seconds
-        while len(self._lives) and time.monotonic() < end and self.pool.known and not self.pool.trouble:
+        while len(self._active) and time.monotonic() < end and self.pool.known and not self.pool.trouble:
             await asyncio.sleep(0.02)
-        self._set_all_aside()
+        self._defer_all()
 
-    def _set_all_aside(self) -> None:
+    def _defer_all(self) -> None:
         """No more can be done here: waiting clients get an answer, and the next process takes the jobs up."""
-        for live in self._lives:
-            self._set_aside(live)
+        for active in self._active:
+            self._defer(active)
 
-    def _set_aside(self, live: Live) -> None:
+    def _defer(self, active: ActiveJob) -> None:
         """Leave a job for the next process: its row in the store stays as it is."""
-        self.pool.drop(live.work)
-        live.kept = True
-        self._lives.forget(live)
+        self.pool.drop(active.work)
+        active.kept = True
+        self._active.forget(active)
         if self.sharing is not None:
-            self._loop.spawn(self.sharing.release([live.record.uid]))
+            self._loop.spawn(self.sharing.release([active.record.uid]))
 
     async def close(self) -> None:
         """Stop computing and close the store. Jobs that are not over stay in it."""
@@ -318,7 +314,7 @@ class Core:
         self._check_adapters(request)
         backlog, let_in, again = self._backlog(), len(together) > 1, logs.again(digest)
         self._intake.check_room(self.pool, key, request.num, backlog, again, let_in=let_in)
-        self._intake.check_uploads(self.pool, self._lives, uploads)
+        self._intake.check_uploads(self.pool, self._active, uploads)
         if not let_in:
             self._intake.check_rate(key)
         uid = uuid.uuid4().hex
@@ -346,8 +342,8 @@ class Core:
             self.metrics.key_jobs.labels(key).inc()
             logs.about(uid)
             if takes:
-                live = self._enlist(kept, request, shape, uploads)
-                return job_of(live, self._place(live))
+                active = self._enlist(kept, request, shape, uploads)
+                return job_of(active, self._place(active))
             assert self.sharing is not None
             self.sharing.waits(kept)
         return job_of_record(kept)
@@ -388,9 +384,9 @@ class Core:
         return Refused(507, "storage", message, retry_after_s=STORAGE_RETRY_S)
 
     async def _there(self, key: str, job_id: str) -> tuple[Job, str] | None:
-        live = self._lives.find(key, job_id)
-        if live is not None:
-            return job_of(live, self._place(live)), live.record.digest
+        active = self._active.find(key, job_id)
+        if active is not None:
+            return job_of(active, self._place(active)), active.record.digest
         record = await self._stored(self.store.find(key, job_id))
         return None if record is None else (job_of_record(record), record.digest)
 
@@ -433,7 +429,7 @@ class Core:
         """What a request costs; 422 where it cannot be. Of a model that is not loaded some is looked at only
         when it is."""
         served = self.pool.find(request.model)
-        opened, model, limits = served.opened, self._model_of(served), self.limits
+        opened, model, limits = served.opened, self.catalogue.model_of(served), self.limits
 
         def checked() -> Shape:
             """The shape of what a request makes, after all checks that open its pictures. Raises Refused."""
@@ -444,7 +440,7 @@ class Core:
                 admission.check_controls(request, uploads, limits, nets, shape)
             else:
                 admission.check_net_names(request, self.pool.net_names())
-            admission.check_upscaler(request, self.upscalers)
+            admission.check_upscaler(request, self.catalogue.upscalers)
             if served.largest_load is not None:
                 admission.check_load(model, shape, served.largest_load)
             admission.check_texts(model, request)
@@ -459,42 +455,46 @@ class Core:
             self._check_adapters(work.request)
             await self._shape(work.request, work.uploads)
         except Refused as error:
-            if (live := self._lives.get(work.uid)) is not None:
+            if (active := self._active.get(work.uid)) is not None:
                 reason = {"code": error.code, "message": error.message}
-                self._loop.spawn(self._endings.end(live, "failed", {"error": reason}))
+                self._loop.spawn(self._completion.end(active, "failed", {"error": reason}))
             return False
         return True
 
     def _fail_unloaded(self, work: EngineJob, error: BaseException) -> None:
-        self._endings.failed(work, error)
+        self._completion.failed(work, error)
 
-    def _enlist(self, record: Record, request: PictureRequest, shape: Shape, uploads: Uploads | None) -> Live:
+    def _enlist(
+        self, record: Record, request: PictureRequest, shape: Shape, uploads: Uploads | None
+    ) -> ActiveJob:
         """Hand an accepted job to the engine."""
-        work = EngineJob(record.uid, record.key, request, shape, self._endings, uploads)
+        work = EngineJob(record.uid, record.key, request, shape, self._completion, uploads)
         work.alone = record.attempts >= SUSPECT
         if (notes := logs.NOTES.get()) is not None:
             work.request_id, work.trace = notes.id, notes.trace
-        live = Live(record, work)
+        active = ActiveJob(record, work)
         if self.state == "draining":
-            self._set_aside(live)
-            return live
-        self._lives.add(live)
+            self._defer(active)
+            return active
+        self._active.add(active)
         if record.due_s is not None:
             now_s = time.time() if self.sharing is None else self.sharing.leases.now_s()
-            live.deadline = self._loop.later(max(0.0, record.due_s - now_s), self._endings.overdue, live)
-        self.pool.submit(live.work)
-        return live
+            active.deadline = self._loop.later(
+                max(0.0, record.due_s - now_s), self._completion.overdue, active
+            )
+        self.pool.submit(active.work)
+        return active
 
     async def get(self, job_id: str, *, key: str, wait_s: float = 0.0) -> Job:
         """A job as it is now, or within `wait_s` once it is over; 404 where this key has none of that id."""
-        live = self._lives.find(key, job_id)
-        if live is None and self.sharing is not None:
+        active = self._active.find(key, job_id)
+        if active is None and self.sharing is not None:
             return await self._elsewhere(self.sharing, job_id, key, wait_s)
-        if live is not None and wait_s:
+        if active is not None and wait_s:
             with suppress(TimeoutError):
-                await asyncio.wait_for(live.ended.wait(), wait_s)
-        if live is not None:
-            return job_of(live, self._place(live))
+                await asyncio.wait_for(active.ended.wait(), wait_s)
+        if active is not None:
+            return job_of(active, self._place(active))
         return job_of_record(await self._record(job_id, key))
 
     async def _elsewhere(self, sharing: Sharing, job_id: str, key: str, wait_s: float) -> Job:
@@ -529,8 +529,11 @@ class Core:
         found: list[Record] = await self._stored(
             self.store.find_all(key, state=state, limit=limit, before_s=before)
         )
-        lives = [(record, self._lives.get(record.uid)) for record in found]
-        return [job_of(live, self._place(live)) if live else job_of_record(record) for record, live in lives]
+        rows = [(record, self._active.get(record.uid)) for record in found]
+        return [
+            job_of(active, self._place(active)) if active else job_of_record(record)
+            for record, active in rows
+        ]
 
     def events(self, job_id: str, *, key: str, after: int = 0) -> AsyncIterator[Event]:
         """What happens to a job from now on, ending with its end; ids count on from `after`.
@@ -544,11 +547,11 @@ class Core:
     async def finished(self, job_id: str, *, key: str) -> Job:
         """The job once it is over; 503 where the server stops first and keeps it for later."""
         while True:
-            live = self._lives.find(key, job_id)
-            if live is not None:
-                await live.ended.wait()
-                if not live.kept:
-                    return job_of(live, None)
+            active = self._active.find(key, job_id)
+            if active is not None:
+                await active.ended.wait()
+                if not active.kept:
+                    return job_of(active, None)
             elif self.sharing is not None:
                 await self.sharing.over(key, job_id)
             job = await self.get(job_id, key=key)
@@ -557,22 +560,22 @@ class Core:
             if self.sharing is None:
                 if self.state == "loading":
                     self._check_open()
-                self._told_kept.add(job.uid)
+                self._answered_kept.add(job.uid)
                 message = "the server stops; the job is kept"
                 raise Refused(503, "draining", message, retry_after_s=DRAINING_RETRY_S)
 
     async def cancel(self, job_id: str, *, key: str) -> Job:
         """Have no more of a job computed. A job that is over stays as it is."""
         job = await self.get(job_id, key=key)
-        if job.over or job.uid in self._told_kept:
+        if job.over or job.uid in self._answered_kept:
             return job
-        live = self._lives.find(key, job_id)
-        if live is None:
-            await self._soon_written(self._endings.end_row(job.uid, "cancelled", {}))
+        active = self._active.find(key, job_id)
+        if active is None:
+            await self._soon_written(self._completion.end_row(job.uid, "cancelled", {}))
             logs.event("job", job=job.uid, id=job.id, key=key, state="cancelled")
-            live = self._lives.find(key, job_id)  # it was taken up meanwhile
-        if live is not None:
-            await self._soon_written(self._endings.end(live, "cancelled", {}))
+            active = self._active.find(key, job_id)  # it was taken up meanwhile
+        if active is not None:
+            await self._soon_written(self._completion.end(active, "cancelled", {}))
         return await self.get(job_id, key=key)
 
     async def _soon_written(self, ending: Any) -> None:
@@ -615,88 +618,25 @@ class Core:
             raise Refused(404, "no_such_job", "no such picture, or it is no longer kept")
         return await self.picture(job_of_record(record), index)
 
-    @property
-    def model(self) -> cards.ModelCard:
-        """What the first model is and can do."""
-        return self.card(None)
-
-    def card(self, name: str | None) -> cards.ModelCard:
-        """What a model is and can do, the first for no name; 404 where there is none of that name."""
-        if not self.pool.known:
-            raise self._not_known()
-        served = self.pool.find(name)
-        model, most = self._model_of(served), self.limits.side_pixels**2
-        if served.largest_load is not None:
-            most = min(most, int(served.largest_load / 2 * model.sample_size**2))
-        return cards.model_card(model, self.settings, most)
-
-    def models(self) -> list[cards.ModelCard]:
-        """What each model is and can do, the first before the others."""
-        if not self.pool.known:
-            raise self._not_known()
-        return [self.card(one.name) for one in self.pool.served]
-
-    def adapters(self, model: str | None = None) -> list[tickets.AdapterCard]:
-        """The adapters that a request may name."""
-        opened = self._opened_or_any(model)
-        return [] if opened is None or opened.library is None else opened.library.cards()
-
-    def _opened_or_any(self, model: str | None) -> opening.LoadedModel | None:
-        """A loaded model; where that one is not, another tells what lies in the folders."""
-        if not self.pool.known:
-            return None
-        return self.pool.find(model).opened or next(iter(self.pool.opened), None)
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where pictures are drawn, once a model is there."""
-        engine = next(iter(self.pool.engines), None)
-        return None if engine is None else engine.studio.backend.device
-
     def glance(self, job_id: str, *, key: str) -> bytes | None:
         """The latest sight of a running job, as PNG, and asks for a newer one; None where there is none yet.
 
         None with hooks: they see finished pictures only, and a sight would get past them.
         """
-        live = self._lives.find(key, job_id)
-        if live is None or self.settings.hooks:
+        active = self._active.find(key, job_id)
+        if active is None or self.settings.hooks:
             return None
-        ticket = next((one for one in live.work.tickets if one.row is not None and not one.done), None)
+        ticket = next((one for one in active.work.tickets if one.row is not None and not one.done), None)
         if ticket is not None:
             ticket.glance = True
-        return live.work.glance
+        return active.work.glance
 
-    def nets(self, model: str | None = None) -> list[NetCard]:
-        """The nets that a request may name."""
-        opened = self._opened_or_any(model)
-        return [] if opened is None or opened.nets is None else opened.nets.cards()
-
-    async def reference_net(self, model: str | None = None) -> str | None:
-        """The first IP-Adapter of the nets by name, which shows a model further pictures; None for none."""
-        opened = self._opened_or_any(model)
-        if opened is None or opened.nets is None:
-            return None
-        found: str | None = await self._loop.in_thread(opened.nets.first_of, "ip-adapter")
-        return found
-
-    def embeddings(self, model: str | None = None) -> opening.Embeddings:
-        """The textual inversions that prompts may name, and those that are for other models."""
-        return self.pool.find(model).embeddings if self.pool.known else opening.Embeddings()
-
-    @property
-    def upscalers(self) -> Upscalers:
-        """The networks that make pictures larger."""
-        engine = next(iter(self.pool.engines), None)
-        if engine is None:
-            return Upscalers(self.settings.upscalers if self.pool.known else None, torch.device("cpu"))
-        return engine.studio.upscalers
-
-    def status(self) -> cards.Status:
+    def status(self) -> Status:
         """The server as it is now."""
         trouble = self.trouble()
-        uploads_bytes = sum(self._lives.uploads().values())
+        uploads_bytes = sum(self._active.uploads().values())
         why = trouble[1] if trouble else ""
-        return cards.status(self.pool, self.state, why, len(self._lives), uploads_bytes)
+        return status_of(self.pool, self.state, why, len(self._active), uploads_bytes)
 
     async def used_today(self, key: str) -> int:
         """Pictures of a key accepted since 0:00 UTC."""
@@ -726,17 +666,10 @@ class Core:
                 await asyncio.wrap_future(self.store.use(key, -num, now_s))
             raise
 
-    def _device_bytes(self) -> float:
-        device = self.device
-        return 0.0 if device is None else float(opening.used_bytes(device))
-
-    def _net_bytes(self) -> float:
-        return float(sum(opened.nets.bytes for opened in self.pool.opened if opened.nets is not None))
-
     def queue_age_s(self) -> float:
         """How long the oldest job that waits has waited, here or for any server of a shared queue."""
         now_s = time.monotonic()
-        ages = [now_s - one.work.accepted_s for one in self._lives if one.work.started_s is None]
+        ages = [now_s - one.work.accepted_s for one in self._active if one.work.started_s is None]
         if self.sharing is not None:
             ages.append(self.sharing.backlog_age_s())
         return max(ages, default=0.0)
@@ -770,14 +703,8 @@ class Core:
     def _not_known(self) -> Refused:
         return Refused(503, self.state, self.why, retry_after_s=LOADING_RETRY_S)
 
-    def _model_of(self, served: ServedModel) -> Model:
-        """A model as far as it is in memory."""
-        if served.model is None:
-            raise self._not_known()
-        return served.model
-
-    def _place(self, live: Live) -> int | None:
-        return self._lives.place(live, self.pool)
+    def _place(self, active: ActiveJob) -> int | None:
+        return self._active.place(active, self.pool)
 
     def _wake(self) -> None:
         for engine in self.pool.engines:

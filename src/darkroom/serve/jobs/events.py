@@ -8,7 +8,7 @@ from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from darkroom.serve.engine.tickets import EngineJob, Loop, Ticket
-from darkroom.serve.jobs.active import Live, Lives
+from darkroom.serve.jobs.active import ActiveJob, ActiveJobs
 from darkroom.serve.jobs.store import Record
 from darkroom.serve.request import Event, EventKind, Job, PictureRequest, Refused
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from darkroom.serve.engine.pool import ModelPool
 
 
-def job_of(live: Live, place: int | None) -> Job:
+def job_of(active: ActiveJob, place: int | None) -> Job:
     """A job in memory as the API shows it."""
-    work, record = live.work, live.record
+    work, record = active.work, active.record
     begun = work.started_s is not None
     started_s = None if work.started_s is None else time.time() - (time.monotonic() - work.started_s)
     return _job(
         record,
-        live.state or ("running" if begun else "queued"),
+        active.state or ("running" if begun else "queued"),
         work.request,
-        live.result,
+        active.result,
         started_s=started_s,
-        finished_s=live.finished_s,
-        place=None if begun or live.state else place,
+        finished_s=active.finished_s,
+        place=None if begun or active.state else place,
         steps_done=work.steps_done,
         steps_total=work.steps_total,
     )
@@ -63,9 +63,11 @@ def _job(record: Record, state: Any, request: PictureRequest, result: dict[str, 
     )
 
 
-def news(live: Live, seen: dict[str, Any], place: int | None) -> Iterator[tuple[EventKind, dict[str, Any]]]:
+def news(
+    active: ActiveJob, seen: dict[str, Any], place: int | None
+) -> Iterator[tuple[EventKind, dict[str, Any]]]:
     """What a watcher has not been sent yet; `seen` is what it was."""
-    work = live.work
+    work = active.work
     if work.started_s is None:
         if place is not None and seen.get("place") != place:
             seen["place"] = place
@@ -109,9 +111,9 @@ class Watchers:
     """Belongs to the event loop's thread. The engine ticks only while somebody watches."""
 
     def __init__(
-        self, loop: Loop, lives: Lives, pool: ModelPool, sharing: ElsewhereDrawn | None, most: int
+        self, loop: Loop, active_jobs: ActiveJobs, pool: ModelPool, sharing: ElsewhereDrawn | None, most: int
     ) -> None:
-        self._loop, self._lives, self._pool = loop, lives, pool
+        self._loop, self._active, self._pool = loop, active_jobs, pool
         self._sharing, self._most = sharing, most
         self._count = 0
 
@@ -127,12 +129,12 @@ class Watchers:
         await get()
         number = after
         while True:
-            live = self._lives.find(key, job_id)
-            async with aclosing(self._of(live, key, job_id)) as stream:
+            active = self._active.find(key, job_id)
+            async with aclosing(self._of(active, key, job_id)) as stream:
                 async for kind, data in stream:
                     number += 1
                     yield Event(number, kind, data)
-            if self._lives.find(key, job_id) is not None:
+            if self._active.find(key, job_id) is not None:
                 continue
             if (job := await get()).over:
                 yield _last_event(job, number + 1)
@@ -140,24 +142,24 @@ class Watchers:
             if self._sharing is None:  # kept for the next process
                 return
 
-    async def _of(self, live: Live | None, key: str, job_id: str) -> News:
-        if live is not None:
+    async def _of(self, active: ActiveJob | None, key: str, job_id: str) -> News:
+        if active is not None:
             with self._watched():
-                async for one in self._here(live):
+                async for one in self._here(active):
                     yield one
         elif self._sharing is not None:
             with self._watched():
                 async for one in self._sharing.follow(key, job_id):
                     yield one
 
-    async def _here(self, live: Live) -> News:
+    async def _here(self, active: ActiveJob) -> News:
         """Of a job that is drawn here, until it is over."""
         seen: dict[str, Any] = {}
-        while not live.ended.is_set():
-            for one in news(live, seen, self._lives.place(live, self._pool)):
+        while not active.ended.is_set():
+            for one in news(active, seen, self._active.place(active, self._pool)):
                 yield one
             await self._loop.next_tick()
-        for one in news(live, seen, None):
+        for one in news(active, seen, None):
             yield one
 
     @contextmanager

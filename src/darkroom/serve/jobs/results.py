@@ -29,7 +29,7 @@ from darkroom.sample.provenance import Origin, Provenance, how_to_sign
 from darkroom.serve import logs
 from darkroom.serve.engine.tickets import EngineJob, Loop
 from darkroom.serve.hooks import Hooks, Withheld
-from darkroom.serve.jobs.active import Live, Lives
+from darkroom.serve.jobs.active import ActiveJob, ActiveJobs
 from darkroom.serve.jobs.store import JOBS, METADATA, JobStore, Record, StorageError
 from darkroom.serve.logs import Traces
 from darkroom.serve.metrics import Metrics
@@ -447,13 +447,13 @@ def _opened_provenance(settings: ServeSettings) -> Provenance | None:
     return made
 
 
-class Endings:
+class Completion:
     """The `Listener` of all works; `began`, `made` and `failed` come on the engine's threads."""
 
     def __init__(
         self,
         loop: Loop,
-        lives: Lives,
+        active_jobs: ActiveJobs,
         pool: ModelPool,
         store: JobStore,
         results: PictureFiles,
@@ -462,7 +462,7 @@ class Endings:
         traces: Traces | None = None,
     ) -> None:
         self._traces = traces
-        self._loop, self._lives, self._pool = loop, lives, pool
+        self._loop, self._active, self._pool = loop, active_jobs, pool
         self._store, self._results = store, results
         self._metrics, self._usd_per_hour = metrics, settings.usd_per_hour or 0.0
         self.provenance = _opened_provenance(settings)
@@ -484,23 +484,23 @@ class Endings:
 
     def failed(self, work: EngineJob, error: BaseException) -> None:
         """Of `Listener`."""
-        reason = {"code": _code(error), "message": _told(error)}
+        reason = {"code": _code(error), "message": _public_message(error)}
         self._loop.soon(lambda: self._fail_soon(work.uid, reason))
 
     def _fail_soon(self, uid: str, reason: dict[str, str]) -> None:
-        if (live := self._lives.get(uid)) is not None:
-            self._loop.spawn(self.end(live, "failed", {"error": reason}))
+        if (active := self._active.get(uid)) is not None:
+            self._loop.spawn(self.end(active, "failed", {"error": reason}))
 
-    def overdue(self, live: Live) -> None:
+    def overdue(self, active: ActiveJob) -> None:
         """Its deadline has passed."""
-        reason = too_late(live.work.request.deadline_s or 0.0)
-        self._loop.spawn(self.end(live, "failed", {"error": reason}))
+        reason = too_late(active.work.request.deadline_s or 0.0)
+        self._loop.spawn(self.end(active, "failed", {"error": reason}))
 
-    async def end(self, live: Live, state: str, result: dict[str, Any]) -> None:
+    async def end(self, active: ActiveJob, state: str, result: dict[str, Any]) -> None:
         """Stop a job for good. Where it was over a moment before, that is how it ended."""
-        self._pool.drop(live.work)
-        state, result = await self.end_row(live.record.uid, state, result)
-        self._over(live.work, state, result)
+        self._pool.drop(active.work)
+        state, result = await self.end_row(active.record.uid, state, result)
+        self._over(active.work, state, result)
 
     async def end_row(self, uid: str, state: str, result: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Write down how a job ended, however long that takes, and drop its files unless it is done.
@@ -530,23 +530,23 @@ class Endings:
 
     def _over(self, work: EngineJob, state: str, result: dict[str, Any]) -> None:
         """A job's end is in the store: tell everybody."""
-        live = self._lives.get(work.uid)
-        if live is None:
+        active = self._active.get(work.uid)
+        if active is None:
             return
         if not work.over:  # withheld while more of it was being drawn
             self._pool.drop(work)
-        live.end(state, result)
-        self._lives.forget(live)
+        active.end(state, result)
+        self._active.forget(active)
         self._metrics.over.labels(state).inc()
         if state == "done":
             self._count_done(work)
-        self._tell_over(live)
+        self._notify_over(active)
 
-    def _tell_over(self, live: Live) -> None:
+    def _notify_over(self, active: ActiveJob) -> None:
         """A job's line in the log, and its spans."""
-        fields = _fields_of(live)
-        trace = None if self._traces is None else self._traces.job(live.work, live.state, fields)
-        phases = {phase: round(seconds, 6) for phase, seconds in live.work.phases().items()}
+        fields = _fields_of(active)
+        trace = None if self._traces is None else self._traces.job(active.work, active.state, fields)
+        phases = {phase: round(seconds, 6) for phase, seconds in active.work.phases().items()}
         logs.event("job", **fields, phases=phases, trace_id=trace)
 
     def _count_done(self, work: EngineJob) -> None:
@@ -562,15 +562,15 @@ class Endings:
         metrics.usd.inc(work.device_s * self._usd_per_hour / 3600)
 
 
-def _fields_of(live: Live) -> dict[str, Any]:
+def _fields_of(active: ActiveJob) -> dict[str, Any]:
     """What is said of a job that is over, besides its phases."""
-    work, shape, error = live.work, live.work.shape, live.result.get("error", {})
+    work, shape, error = active.work, active.work.shape, active.result.get("error", {})
     return {
         "job": work.uid,
-        "id": live.record.id if live.record.id != work.uid else None,
+        "id": active.record.id if active.record.id != work.uid else None,
         "request_id": work.request_id,
         "key": work.key,
-        "state": live.state,
+        "state": active.state,
         "pictures": len(work.tickets),
         "size": f"{shape.width}x{shape.height}",
         "steps": shape.steps,
@@ -588,7 +588,7 @@ def _code(error: BaseException) -> str:
     return "invalid_value" if isinstance(error, InputError) else "failed"
 
 
-def _told(error: BaseException) -> str:
+def _public_message(error: BaseException) -> str:
     """What a client may read of a failure: darkroom's own words, else only the kind."""
     if isinstance(error, InputError):
         return say(error)

@@ -340,7 +340,7 @@ class JobStore:
             finally:
                 connection.close()
         except (SQLAlchemyError, sqlite3.Error) as error:
-            LOG.warning("the log of the jobs' database is not emptied: %s", _told(error))
+            LOG.warning("the log of the jobs' database is not emptied: %s", _message(error))
 
     def _commit(self, some: list[tuple[Action, Future[Any]]]) -> None:
         """All in one transaction; where it fails, each in its own."""
@@ -360,9 +360,9 @@ class JobStore:
 
     def _fail(self, future: Future[Any], error: Exception) -> None:
         if isinstance(error, (OperationalError, OSError)):
-            self.trouble = _told(error)
+            self.trouble = _message(error)
             LOG.error("the jobs' database: %s", self.trouble)
-        future.set_exception(StorageError(_told(error)) if isinstance(error, SQLAlchemyError) else error)
+        future.set_exception(StorageError(_message(error)) if isinstance(error, SQLAlchemyError) else error)
 
 
 def _day_of(at_s: float) -> str:
@@ -419,7 +419,7 @@ def _create_tables(engine: sql.Engine, tables: list[sql.Table]) -> None:
             return
         except SQLAlchemyError as error:
             if not more_tries:
-                raise InputError(f"the jobs' database cannot be used: {_told(error)}") from error
+                raise InputError(f"the jobs' database cannot be used: {_message(error)}") from error
             time.sleep(0.1)
 
 
@@ -495,13 +495,13 @@ def _lock(engine: sql.Engine, server: str) -> sql.Connection | None:
             sql.text("SELECT pg_try_advisory_lock(hashtext(:name))"), {"name": f"darkroom/{server}"}
         ).scalar()
     except SQLAlchemyError as error:
-        raise InputError(f"the jobs' database cannot be used: {_told(error)}") from error
+        raise InputError(f"the jobs' database cannot be used: {_message(error)}") from error
     if not got:
         raise InputError(f"a server named '{server}' runs on this database", mend="give --name another")
     return connection
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     """The first line of what went wrong, without SQL."""
     return first_line(getattr(error, "orig", None) or error)
 

@@ -161,7 +161,7 @@ def complete(
     sync_folder(temporary)
     folder = temporary.parent
     final = folder / f"step-{step:08d}"
-    _set_aside(final)  # a damaged one of the same step, which resuming passed over
+    _retire(final)  # a damaged one of the same step, which resuming passed over
     atomic_replace(temporary, final)
     sync_folder(folder)
     _verify(final)
@@ -169,7 +169,7 @@ def complete(
         with suppress(
             PermissionError
         ):  # somebody has a file of it open, on Windows: the next save tries again
-            _set_aside(old)
+            _retire(old)
     for gone in folder.glob(".gone-*"):
         remove_tree(gone)
     return final
@@ -352,7 +352,7 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
         yield memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _set_aside(path: Path) -> None:
+def _retire(path: Path) -> None:
     """Take a checkpoint out of the count in one move, so that half of one is never found."""
     if path.exists():
         atomic_replace(path, path.with_name(f".gone-{path.name}-{os.getpid()}"))

@@ -190,7 +190,7 @@ class RemotePlace:
             raise CheckpointError(f"'{self._at(name, 'manifest.json')}' reads back as something else")
         for rank in range(size):
             self._fs.rm_file(self._at(name, local.index_name(rank)))
-        self._let_go(Kept(step, name), keep)
+        self._delete_older(Kept(step, name), keep)
 
     def _put(self, key: str, chunks: Iterator[bytes | memoryview]) -> dict[str, Any]:
         """Send a file, in parts where it is large, and hash it on the way."""
@@ -234,7 +234,7 @@ class RemotePlace:
         if damaged:
             raise CheckpointError(f"'{self._root}/{name}' did not arrive whole: {', '.join(damaged)}")
 
-    def _let_go(self, new: Kept, keep: int) -> None:
+    def _delete_older(self, new: Kept, keep: int) -> None:
         """Older ones, and others of the same step, which resuming passed over; the manifest goes first."""
         others = [kept for kept in self.kept() if kept != new]
         same = [kept for kept in others if kept.step == new.step]
@@ -262,7 +262,7 @@ class RemotePlace:
 
     def load(self, kept: Kept) -> Checkpoint:
         """Download a checkpoint, verify each file by its SHA-256, and open it. Raises DamagedCheckpoint."""
-        label, folder, damaged = f"checkpoint '{self._told(kept)}'", self._folder(kept), list[str]()
+        label, folder, damaged = f"checkpoint '{self._address_of(kept)}'", self._folder(kept), list[str]()
         with local.reading(label):
             raw = self._fs.cat_file(self._at(kept.name, "manifest.json"))
             files = local.read_manifest(raw, kept.step, label)["files"]
@@ -285,7 +285,7 @@ class RemotePlace:
         until = time.monotonic() + SHARES_WAIT_S
         while not (self._folder(kept) / "manifest.json").exists():
             if time.monotonic() > until:
-                raise CheckpointError(f"'{self._told(kept)}' was not read for {SHARES_WAIT_S:g} s")
+                raise CheckpointError(f"'{self._address_of(kept)}' was not read for {SHARES_WAIT_S:g} s")
             time.sleep(POLL_S)
         return local.open_checkpoint(self._folder(kept))
 
@@ -297,7 +297,7 @@ class RemotePlace:
         """Where a copy to read from lies, while it is read."""
         return self._run / "checkpoints" / f".read-{kept.name}" / kept.name.partition(".")[0]
 
-    def _told(self, kept: Kept) -> str:
+    def _address_of(self, kept: Kept) -> str:
         return f"{self.address}/{kept.name}"
 
     def _copy(self, name: str, file: str, entry: Mapping[str, Any], to: Path | None) -> str | None:

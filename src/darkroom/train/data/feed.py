@@ -23,7 +23,6 @@ from darkroom.hardware import accelerator
 from darkroom.models.model import Model
 from darkroom.recipe.sections import DataSettings, TrainSettings
 from darkroom.train.distributed.ranks import ALONE, Ranks
-from darkroom.train.model import size_unit
 from darkroom.train.tasks.diffusion import SIZES, Columns, Preference, Task
 
 Feed = Callable[[int], AbstractContextManager[Iterator[Columns]]]
@@ -133,7 +132,7 @@ def rows_of_one_size(data: DataSettings, task: Task, store: Store, rows: Rows) -
 
 def inline_step(resolution: int, model: Model) -> int:
     """Bucket sides as the SDXL trainers have them; small models take what their levels allow."""
-    return 64 if resolution >= 256 else size_unit(model)
+    return 64 if resolution >= 256 else model.size_unit
 
 
 def make_feed(

@@ -253,7 +253,7 @@ class HangWatchdog:
         except RuntimeError as error:
             if not is_broken_link(error):
                 raise
-            raise RankLost(self._told(f"the connection broke ({first_line(error)[:120]})")) from error
+            raise RankLost(self._message(f"the connection broke ({first_line(error)[:120]})")) from error
         finally:
             self._over.set()
             thread.join(5)
@@ -269,9 +269,9 @@ class HangWatchdog:
             with suppress(RuntimeError):  # the store is gone with the process that held it
                 self._store.set(_key(self._ranks.rank), self._state())
             if late and self._all_wait():
-                self._end(self._told(f"no progress for {self._limit_s:g} s (parallel.timeout_s)"))
+                self._end(self._message(f"no progress for {self._limit_s:g} s (parallel.timeout_s)"))
 
-    def _told(self, what: str) -> str:
+    def _message(self, what: str) -> str:
         return f"{what} after step {self._at}: {self._blamed()}; the same command goes on from the last save"
 
     def _state(self) -> str:

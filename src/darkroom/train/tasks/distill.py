@@ -32,7 +32,7 @@ from darkroom.hardware.accelerator import to_device
 from darkroom.models.model import Model, is_flow
 from darkroom.prepare.encoders import text_states, tokenize
 from darkroom.recipe.sections import DistillSettings
-from darkroom.sample.solvers import lcm_timesteps
+from darkroom.sample.schedule import lcm_timesteps
 from darkroom.train.objective import Objective, square_error
 from darkroom.train.tasks.diffusion import Columns, Diffusion
 

@@ -32,7 +32,7 @@ from darkroom.evaluate.small import (
 )
 from darkroom.hardware.accelerator import to_device
 from darkroom.models.model import Model
-from darkroom.recipe.sections import DataSettings, ExtractorSettings, ModelSettings, TrainSettings
+from darkroom.recipe.sections import DataSettings, ExtractorSettings, ModelSettings
 
 MOST_LABELS = 10_000
 ROWS_A_READ = 256
@@ -97,29 +97,6 @@ def _reads_captions(settings: ExtractorSettings, store: Store, rows: Rows) -> bo
         if len(found) > 1:
             return True
     return False
-
-
-def check_extractor(
-    train: TrainSettings, data: DataSettings, model: ModelSettings, settings: ExtractorSettings
-) -> None:
-    """RecipeError for settings that the task extractor has no use for or cannot follow."""
-    if train.micro_batch not in ("auto", train.global_batch):
-        raise RecipeError(
-            "train.micro_batch",
-            f"{train.micro_batch}, but pictures are contrasted with all others of a batch",
-            allowed=f"auto, or train.global_batch ({train.global_batch})",
-        )
-    if train.gradient_checkpointing:
-        raise RecipeError("train.gradient_checkpointing", "true", allowed="false with the task extractor")
-    if data.buckets:
-        raise RecipeError("data.buckets", "true", allowed="false with the task extractor")
-    if model.train_text_encoder or model.vae is not None:
-        raise RecipeError("model", "a VAE or text encoder", allowed="neither with the task extractor")
-    least = 2**settings.network.levels
-    if data.resolution < 2 * least:
-        raise RecipeError(
-            "data.resolution", f"{data.resolution} with so many levels", allowed=f"{2 * least} or more"
-        )
 
 
 def _labels_of(store: Store, rows: Rows, column: str | None) -> list[str]:
