@@ -9,7 +9,7 @@ from darkroom.errors import RecipeError
 from darkroom.recipe.fine_tuning import (
     FINE_TUNING,
     check_adapter,
-    check_base_precision,
+    check_frozen_base,
     check_preference,
     check_subject,
     is_subject,
@@ -68,7 +68,7 @@ def check_together(recipe: Recipe) -> None:
     _check_folder(task, data)
     check_adapter(task, adapter, model, data, recipe.parallel, optim)
     check_subject(task, model, data)
-    check_base_precision(task, model, adapter, train, frozen=recipe.frozen_unet)
+    check_frozen_base(task, model, adapter, train, frozen=recipe.frozen_unet)
     check_preference(task, data, adapter, objective)
     _check_text(task, data, model, adapter)
     _check_masks(data, objective)
