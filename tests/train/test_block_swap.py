@@ -1,0 +1,312 @@
+"""Blocks that rest in main memory: the same run to the bit, two blocks there at a time, copies in order.
+
+That no copy and no block overtakes what it depends on is shown with streams that stand in for a card's.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from subjects import check_resumes_exactly, recipe_for
+from torch import Tensor, nn
+
+from clocked_streams import Clocked, Stream
+from darkroom import models
+from darkroom.counting import counting
+from darkroom.errors import RecipeError
+from darkroom.hardware import accelerator
+from darkroom.models.compiling import blocks_in_order
+from darkroom.recipe import Recipe
+from darkroom.train.block_swap import BlockSwap, swap_blocks, swap_of
+from darkroom.train.jobs import Pinned, TrainingSetup
+from darkroom.train.memory import MadeAnew, activation_bytes
+from darkroom.train.run import export, train
+from darkroom.train.setup import make_job
+from darkroom.train.tasks.lora import parameter_table
+
+CPU = torch.device("cpu")
+SWAP = "train.blocks_to_swap=6"
+
+
+def lora(base: Path, photos: Path, *overrides: str) -> Recipe:
+    return recipe_for("lora", base, photos, "train.steps=3", *overrides)
+
+
+def job_of(recipe: Recipe, run: Path) -> TrainingSetup:
+    return make_job(recipe, Pinned(run))
+
+
+def swap_in(job: TrainingSetup) -> BlockSwap:
+    found = swap_of(job.task.modules["unet"])
+    assert found is not None
+    return found
+
+
+def learned(job: TrainingSetup, steps: int = 3) -> dict[str, Tensor]:
+    """The losses and the weights after some steps."""
+    found = {}
+    with job.feed(0) as batches:
+        for k in range(steps):
+            result = job.step(k, job.task.inputs(next(batches), job.device))
+            found |= {f"loss {k}": result.losses["loss"], f"norm {k}": result.grad_norm}
+    return found | {name: master.detach().clone() for name, master in job.step.weights.masters.items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- which blocks
+
+
+@pytest.mark.parametrize("family", ["tiny", "tiny-dit"])
+def test_blocks_are_in_the_order_of_a_forward_pass(family: str) -> None:
+    unet: Any = models.create(family, seed=3, parts=("unet",)).unet
+    blocks, came = blocks_in_order(unet), []
+    for block in blocks:
+        block.register_forward_pre_hook(lambda module, _: came.append(module))
+    text = torch.randn(1, 5, unet.config["cross_attention_dim"])
+    with torch.no_grad():
+        unet(torch.randn(1, 4, 8, 8), torch.tensor([300]), text)
+    assert came == blocks
+    assert len(blocks) >= 4
+    plain = [part for part in unet.modules() if part in set(blocks)]
+    assert (plain == blocks) is (family == "tiny-dit")  # as they are registered is no order for a U-Net
+
+
+def test_the_last_blocks_rest_and_nothing_else() -> None:
+    unet: Any = models.create("tiny", seed=3, parts=("unet",)).unet.requires_grad_(False)
+    names = {param: name for name, param in unet.named_parameters()}
+    before = {name: param.clone() for name, param in unet.named_parameters()}
+    swap_blocks(unet, 4, CPU)
+    swap = swap_of(unet)
+    assert swap is not None
+    last = {layer for block in blocks_in_order(unet)[-4:] for layer in block.modules()}
+    assert {layer for block in swap.blocks for layer in block} == {
+        layer for layer in last if isinstance(layer, nn.Linear | nn.Conv2d)
+    }
+    assert sum(swap.block_bytes) == sum(home.nbytes for home in swap.resting)
+    assert all(param.dim() > 1 for param in swap.resting)
+    assert {name: param.shape for name, param in unet.named_parameters()} == {
+        names[p]: p.shape for p in names
+    }
+    assert all(torch.equal(value, before[name]) for name, value in unet.state_dict().items())
+
+
+# ---- the same numbers
+
+
+WAYS = {
+    "plain": (),
+    "checkpointing": ("train.gradient_checkpointing=true",),
+    "micro-batches": ("train.micro_batch=1",),
+    "channels last": ("train.channels_last=true",),
+    "bf16": ("train.precision=bf16",),
+    "conv dora": ("adapter.targets=conv", "adapter.dora=true"),
+    "nf4": ("model.base_precision=nf4",),
+    "lokr text": ("adapter.kind=lokr", "adapter.text_encoder=true"),
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["plain", "nf4", *(pytest.param(way, marks=pytest.mark.nightly) for way in [*WAYS][1:] if way != "nf4")],
+)
+def test_a_run_learns_the_same_to_the_bit(way: str, base: Path, photos: Path, tmp_path: Path) -> None:
+    plain = job_of(lora(base, photos, *WAYS[way]), tmp_path / "plain")
+    swapped = job_of(lora(base, photos, SWAP, *WAYS[way]), tmp_path / "swapped")
+    expected, found = learned(plain), learned(swapped)
+    assert same(found, expected)
+    spoilt = job_of(lora(base, photos, SWAP, *WAYS[way]), tmp_path / "spoilt")
+    with torch.no_grad():  # the control: what rests is what is computed with
+        first = swap_in(spoilt).resting[0]
+        first.view(torch.uint8).bitwise_xor_(1) if first.dtype == torch.uint8 else first.mul_(1.01)
+    assert not same(learned(spoilt), expected)
+
+
+@pytest.mark.parametrize("task", ["textual-inversion", "dpo"])
+@pytest.mark.nightly
+def test_other_tasks_on_a_frozen_base_learn_the_same(
+    task: str, base: Path, photos: Path, tmp_path: Path
+) -> None:
+    more: dict[str, Any] = {}
+    if task == "dpo":
+        for side in ("chosen", "rejected"):
+            (tmp_path / "pairs" / side).mkdir(parents=True)
+            for i, path in enumerate(sorted(photos.iterdir())[:4]):
+                (tmp_path / "pairs" / side / f"{i}.png").write_bytes(path.read_bytes())
+        more = {"data": {"resolution": 32, "folder": str(tmp_path / "pairs"), "prompt": "a dog"}}
+    size = ("train.global_batch=2", "train.micro_batch=2", "train.steps=3")
+    plain = job_of(recipe_for(task, base, photos, *size, **more), tmp_path / "plain")
+    swapped = job_of(recipe_for(task, base, photos, SWAP, *size, **more), tmp_path / "swapped")
+    assert same(learned(swapped), learned(plain))
+    assert len(swap_in(swapped).blocks) == 6
+
+
+def test_a_run_resumes_to_the_bit_and_the_number_may_change(
+    base: Path, photos: Path, tmp_path: Path
+) -> None:
+    run = check_resumes_exactly(
+        lambda *over: recipe_for("lora", base, photos, SWAP, *over),
+        tmp_path,
+        control=("optim.lr=2e-2",),
+    )
+    plain = recipe_for("lora", base, photos, "train.steps=4")
+    made = train(plain, out=tmp_path / "plain", console=lambda _: None)
+    assert (made.run / "adapter.safetensors").read_bytes() == (run / "adapter.safetensors").read_bytes()
+    train(recipe_for("lora", base, photos, SWAP, "train.steps=2"), out=tmp_path / "two", console=_quiet)
+    train(recipe_for("lora", base, photos, "train.steps=4"), out=tmp_path / "two", console=_quiet)
+    other = tmp_path / "two" / "adapter.safetensors"
+    assert other.read_bytes() == (run / "adapter.safetensors").read_bytes()
+    assert export(run, tmp_path / "merged").exists()
+
+
+def _quiet(_: str) -> None:
+    pass
+
+
+# ---- what is held
+
+
+def test_autograd_keeps_no_weight_and_counting_leaves_none_behind(
+    base: Path, photos: Path, tmp_path: Path
+) -> None:
+    job = job_of(lora(base, photos, SWAP), tmp_path / "run")
+    plain = job_of(lora(base, photos), tmp_path / "plain")
+    assert parameter_table(job.task.modules) == parameter_table(plain.task.modules)
+    with job.feed(0) as batches:
+        inputs = job.task.inputs(next(batches), job.device)
+    assert activation_bytes(job.task, inputs) <= activation_bytes(plain.task, inputs)
+    counts = []
+    for one in (job, plain):
+        with counting(*one.task.modules.values()) as counter:
+            torch.autograd.backward(one.task.losses(counter.fake(inputs))["loss"].sum())
+            counts.append(counter.result().flops)
+    assert counts[0] == counts[1] > 0
+    assert same(learned(job), learned(plain))  # not with what was counted
+
+
+class Watch:
+    """What a swap brings, in order, and how many bytes of it are there at once."""
+
+    def __init__(self, swap: BlockSwap, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.came: list[int] = []
+        self.sent: list[int] = []
+        self._swap, copies = swap, swap._copies
+        arrive, send = copies.arrive, copies.send
+
+        def arrived(key: object, waiting: Any) -> Any:
+            self.came.append(self._index(key))
+            return arrive(key, waiting)
+
+        def begun(key: object, waiting: Any) -> None:
+            self.sent.append(self._index(key))
+            send(key, waiting)
+
+        monkeypatch.setattr(copies, "arrive", arrived)
+        monkeypatch.setattr(copies, "send", begun)
+
+    def _index(self, key: object) -> int:
+        return next(i for i in range(len(self._swap.blocks)) if self._swap._homes(i)[0] is key)
+
+
+@pytest.mark.parametrize("checkpointing", ["true", "false"])
+def test_each_block_is_sent_ahead_and_the_pass_turns_at_the_last(
+    checkpointing: str, base: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = f"train.gradient_checkpointing={checkpointing}"
+    job = job_of(lora(base, photos, SWAP, again), tmp_path / "run")
+    swap = swap_in(job)
+    learned(job, 1)
+    watch = Watch(swap, monkeypatch)
+    learned(job, 2)
+    way = [1, 2, 3, 4, 5, 4, 3, 2, 1, 0]
+    assert watch.came == 2 * way
+    assert [watch.sent[-1], *watch.sent[:-1]] == 2 * way  # each was on its way when it was asked for
+    sizes = swap.block_bytes
+    assert swap.copied_bytes == sum(sizes[i] for i in way)
+    assert swap.saved_bytes == sum(sizes) - max(one + other for one, other in pairwise(sizes))
+
+
+# ---- streams
+
+
+def stepped(
+    recipe: Recipe, run: Path, monkeypatch: pytest.MonkeyPatch, steps: int = 2
+) -> tuple[Clocked, dict[str, Tensor]]:
+    """Steps with blocks sent ahead on a stream of their own, watched."""
+    clocked = Clocked()
+    monkeypatch.setattr(accelerator, "new_stream", lambda device: clocked.copying)
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: clocked.current)
+    job = job_of(recipe, run)
+    with job.feed(0) as batches, clocked:
+        inputs = job.task.inputs(next(batches), job.device)
+        found = {f"loss {k}": job.step(k, inputs).losses["loss"] for k in range(steps)}
+    return clocked, found
+
+
+@pytest.mark.parametrize("more", [(), ("train.gradient_checkpointing=true",), ("model.base_precision=fp8",)])
+def test_blocks_sent_ahead_are_neither_read_early_nor_written_late(
+    more: tuple[str, ...], base: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = job_of(lora(base, photos, *more), tmp_path / "plain")
+    with plain.feed(0) as batches:
+        inputs = plain.task.inputs(next(batches), plain.device)
+    expected = {f"loss {k}": plain.step(k, inputs).losses["loss"] for k in range(2)}
+    clocked, found = stepped(lora(base, photos, SWAP, *more), tmp_path / "run", monkeypatch)
+    assert clocked.wrong == []
+    assert clocked.copies > 40
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("wait", ["wait_event", "wait_stream"])
+def test_a_wait_that_is_left_out_is_seen(
+    wait: str, base: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control."""
+    monkeypatch.setattr(Stream, wait, lambda self, other: None)
+    clocked, _ = stepped(lora(base, photos, SWAP), tmp_path / "run", monkeypatch)
+    what = {"wait_event": "before its weights are there", "wait_stream": "still read"}[wait]
+    assert any(what in one for one in clocked.wrong)
+
+
+# ---- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides", "message"),
+    [
+        ("finetune", (), "train.blocks_to_swap: 6 with the task finetune, which trains the U-Net's own"),
+        ("lora", ("adapter.kind=full",), "adapter.kind: full with train.blocks_to_swap=6"),
+        ("lora", ("train.compile=whole",), "train.compile: whole with train.blocks_to_swap=6"),
+        ("lora", ("train.compile=blocks",), "train.compile: blocks with train.blocks_to_swap=6"),
+        ("lora", ("parallel.mode=fsdp",), "parallel.mode: fsdp with the task lora"),
+        ("lora", ("train.blocks_to_swap=2",), "2, but two of them are on the card at a time"),
+        ("lora", ("train.blocks_to_swap=-1",), "train.blocks_to_swap: "),
+    ],
+)
+def test_impossible_pairs_are_refused(task: str, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        recipe_for(task, Path("nowhere"), Path("nowhere"), SWAP, *overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_fewer_blocks_is_refused(base: Path, photos: Path, tmp_path: Path) -> None:
+    number = len(blocks_in_order(models.load(base, parts=("unet",)).unet))  # type: ignore[arg-type]
+    most = job_of(lora(base, photos, f"train.blocks_to_swap={number}"), tmp_path / "all")
+    assert len(swap_in(most).blocks) == number
+    with pytest.raises(RecipeError, match=f"{number + 1}, but the model has {number} blocks"):
+        job_of(lora(base, photos, f"train.blocks_to_swap={number + 1}"), tmp_path / "more")
+
+
+def test_layers_are_asked_for_by_their_blocks_alone(base: Path, photos: Path, tmp_path: Path) -> None:
+    """A layer's weight is there whoever reads it, DoRA's norm too."""
+    swap = swap_in(job_of(lora(base, photos, SWAP), tmp_path / "run"))
+    for layers in (swap.blocks[0], swap.blocks[-1]):
+        for layer in layers:
+            assert isinstance(layer, MadeAnew)
+            assert torch.equal(torch.as_tensor(layer.weight), layer.table["weight"])
