@@ -19,7 +19,9 @@ class Clocked(TorchDispatchMode):
         super().__init__()
         self.computing, self.copying = Stream(self, "computing"), Stream(self, "copying")
         self.current = self.computing
-        self.copies, self.ahead = 0, 0
+        self.copies = 0
+        self.there, self.most_there = 0, 0
+        """Bytes of copies that are alive."""
         self.wrong: list[str] = []
         self._given: dict[int, int] = {}
         self._written: dict[int, int] = {}
@@ -45,9 +47,12 @@ class Clocked(TorchDispatchMode):
             self.wrong.append("a copy into memory that is still read")
         self._written[place] = time
         self.copies += 1
-        weakref.finalize(target, self._dropped, time)
+        self.there += target.nbytes
+        self.most_there = max(self.most_there, self.there)
+        weakref.finalize(target, self._dropped, time, target.nbytes)
 
-    def _dropped(self, time: int) -> None:
+    def _dropped(self, time: int, size: int) -> None:
+        self.there -= size
         if self.computing.clock["copying"] < time:
             self.wrong.append("memory given back while it is written")
 

@@ -5,6 +5,7 @@ That no copy and no block overtakes what it depends on is shown with streams tha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,12 @@ from darkroom import models
 from darkroom.counting import counting
 from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
+from darkroom.hardware.cards import cards
 from darkroom.models.compiling import blocks_in_order
+from darkroom.plan.counts import TRAIN_STAGES
+from darkroom.plan.jobs import TrainJob, Where, plan_training
+from darkroom.plan.roofline import Software, efficiency
+from darkroom.plan.training import profile_recipe
 from darkroom.recipe import Recipe
 from darkroom.train.block_swap import BlockSwap, swap_blocks, swap_of
 from darkroom.train.jobs import Pinned, TrainingSetup
@@ -235,7 +241,7 @@ def test_each_block_is_sent_ahead_and_the_pass_turns_at_the_last(
 
 def stepped(
     recipe: Recipe, run: Path, monkeypatch: pytest.MonkeyPatch, steps: int = 2
-) -> tuple[Clocked, dict[str, Tensor]]:
+) -> tuple[Clocked, dict[str, Tensor], TrainingSetup]:
     """Steps with blocks sent ahead on a stream of their own, watched."""
     clocked = Clocked()
     monkeypatch.setattr(accelerator, "new_stream", lambda device: clocked.copying)
@@ -244,7 +250,7 @@ def stepped(
     with job.feed(0) as batches, clocked:
         inputs = job.task.inputs(next(batches), job.device)
         found = {f"loss {k}": job.step(k, inputs).losses["loss"] for k in range(steps)}
-    return clocked, found
+    return clocked, found, job
 
 
 @pytest.mark.parametrize("more", [(), ("train.gradient_checkpointing=true",), ("model.base_precision=fp8",)])
@@ -255,10 +261,13 @@ def test_blocks_sent_ahead_are_neither_read_early_nor_written_late(
     with plain.feed(0) as batches:
         inputs = plain.task.inputs(next(batches), plain.device)
     expected = {f"loss {k}": plain.step(k, inputs).losses["loss"] for k in range(2)}
-    clocked, found = stepped(lora(base, photos, SWAP, *more), tmp_path / "run", monkeypatch)
+    clocked, found, job = stepped(lora(base, photos, SWAP, *more), tmp_path / "run", monkeypatch)
     assert clocked.wrong == []
     assert clocked.copies > 40
     assert same(found, expected)
+    swap = swap_in(job)
+    assert clocked.most_there == sum(swap.block_bytes) - swap.saved_bytes  # two blocks
+    assert clocked.most_there < 0.7 * sum(swap.block_bytes)
 
 
 @pytest.mark.parametrize("wait", ["wait_event", "wait_stream"])
@@ -267,9 +276,55 @@ def test_a_wait_that_is_left_out_is_seen(
 ) -> None:
     """The control."""
     monkeypatch.setattr(Stream, wait, lambda self, other: None)
-    clocked, _ = stepped(lora(base, photos, SWAP), tmp_path / "run", monkeypatch)
+    clocked, _, _ = stepped(lora(base, photos, SWAP), tmp_path / "run", monkeypatch)
     what = {"wait_event": "before its weights are there", "wait_stream": "still read"}[wait]
     assert any(what in one for one in clocked.wrong)
+
+
+# ---- the plan
+
+
+def test_a_plan_holds_less_and_takes_longer(base: Path, photos: Path, tmp_path: Path) -> None:
+    planned = {}
+    for over in ((), (SWAP,)):
+        recipe = lora(base, photos, "train.micro_batch=1", "train.global_batch=1", *over)
+        profile = profile_recipe(recipe, "float32", gpu=True)
+        steps = [moment for moment in profile.moments if moment.stage in TRAIN_STAGES]
+        planned[bool(over)] = replace(profile, moments=tuple(steps))  # a tiny model's peak is before them
+    swap = swap_in(job_of(lora(base, photos, SWAP), tmp_path / "run"))
+    facts = planned[True].facts
+    assert facts["saved_by_swap_bytes"] == swap.saved_bytes
+    assert facts["swapped_bytes"] == swap.copied_bytes
+    assert planned[True].parameters == planned[False].parameters
+    assert planned[True].flops(1) == planned[False].flops(1)
+    made = {}
+    for name in ("RTX 4090", "Apple M2"):
+        where = Where(cards()[name])
+        for swaps, profile in planned.items():
+            made[name, swaps] = plan_training(profile, TrainJob("lora", 10, 1, 1), where, Software())
+    less = made["RTX 4090", False].memory_bytes["weights"] - made["RTX 4090", True].memory_bytes["weights"]
+    assert less == pytest.approx(swap.saved_bytes, rel=1e-6)
+    assert made["Apple M2", True].memory_bytes == pytest.approx(made["Apple M2", False].memory_bytes)
+    assert made["Apple M2", True].step_s == pytest.approx(made["Apple M2", False].step_s)
+    assert "saves nothing here" in made["Apple M2", True].notes[-1]
+    assert "nobody has measured it" in made["RTX 4090", True].notes[-1]
+    assert made["RTX 4090", True].step_s["total"] >= made["RTX 4090", False].step_s["total"]
+
+
+def test_what_copies_take_beyond_computing_is_waited_for(base: Path, photos: Path) -> None:
+    profile = profile_recipe(lora(base, photos, SWAP), "float32", gpu=True)
+    slow = efficiency().with_values({("copy_bytes_s", "RTX 4090"): 1e6})
+    job, card = TrainJob("lora", 10, 2, 1), cards()["RTX 4090"]
+    quick, waits = (
+        plan_training(profile, job, Where(card, known=known), Software()) for known in (efficiency(), slow)
+    )
+    passes = quick.step_s["total"] / 2
+    copies = profile.facts["swapped_bytes"] / 1e6
+    assert waits.step_s["communication"] == pytest.approx(
+        2 * (copies - profile.facts["swapped_share"] * passes), rel=0.2
+    )
+    assert quick.step_s["communication"] < 0.01 * waits.step_s["communication"]
+    assert "(measured)" in waits.notes[-1]
 
 
 # ---- what cannot be

@@ -112,7 +112,7 @@ class BlockSwap:
         return [layer.table[layer.kept_as] for layer in self.blocks[i]]
 
     def _waiting(self, i: int) -> Tensors:
-        return {home: home.detach() for home in self._homes(i)}
+        return {home: home for home in self._homes(i)}
 
 
 def swap_blocks(unet: nn.Module, number: int, device: torch.device) -> None:
