@@ -352,6 +352,7 @@ def test_a_model_of_fewer_blocks_is_refused(base: Path, photos: Path, tmp_path: 
     number = len(blocks_in_order(models.load(base, parts=("unet",)).unet))  # type: ignore[arg-type]
     most = job_of(lora(base, photos, f"train.blocks_to_swap={number}"), tmp_path / "all")
     assert len(swap_in(most).blocks) == number
+    assert "train.blocks_to_swap saves nothing on cpu, which has no memory of its own" in most.notes
     with pytest.raises(RecipeError, match=f"{number + 1}, but the model has {number} blocks"):
         job_of(lora(base, photos, f"train.blocks_to_swap={number + 1}"), tmp_path / "more")
 

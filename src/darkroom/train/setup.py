@@ -181,6 +181,8 @@ def make_job(
         halve_text(model, site.dtype)
     offload_mmap(_seldom_run(model, task), pinned.run)
     notes += _trained_share(recipe.task, task)
+    if train.blocks_to_swap and not accelerator.kind_of(device).own_memory:
+        notes.append(f"train.blocks_to_swap saves nothing on {device.type}, which has no memory of its own")
     heldout, held_notes = _heldout(task, data, store, held_rows, recipe.evaluate.rows, device)
     calibration = _calibration(task, store, train_rows, side, device)
     one_row = partial(_one_row, task, store, train_rows, device)
