@@ -70,15 +70,25 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 # ---- which blocks
 
 
-@pytest.mark.parametrize("family", ["tiny", "tiny-dit"])
+SDXL = {
+    "block_out_channels": [8, 16, 16], "norm_num_groups": 4, "attention_head_dim": 2,
+    "cross_attention_dim": 32, "addition_time_embed_dim": 16, "layers_per_block": 2,
+    "projection_class_embeddings_input_dim": 112, "transformer_layers_per_block": [1, 2, 3],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["tiny", "tiny-dit", "sdxl"])
 def test_blocks_are_in_the_order_of_a_forward_pass(family: str) -> None:
-    unet: Any = models.create(family, seed=3, parts=("unet",)).unet
+    overrides = {"unet": SDXL} if family == "sdxl" else {}
+    unet: Any = models.create(family, seed=3, parts=("unet",), overrides=overrides).unet
     blocks, came = blocks_in_order(unet), []
     for block in blocks:
         block.register_forward_pre_hook(lambda module, _: came.append(module))
     text = torch.randn(1, 5, unet.config["cross_attention_dim"])
+    added = {"text_embeds": torch.randn(1, 16), "time_ids": torch.zeros(1, 6)}
+    more = {"added_cond_kwargs": added} if family == "sdxl" else {}
     with torch.no_grad():
-        unet(torch.randn(1, 4, 8, 8), torch.tensor([300]), text)
+        unet(torch.randn(1, 4, 8, 8), torch.tensor([300]), text, **more)
     assert came == blocks
     assert len(blocks) >= 4
     plain = [part for part in unet.modules() if part in set(blocks)]
@@ -218,7 +228,7 @@ class Watch:
         return next(i for i in range(len(self._swap.blocks)) if self._swap._homes(i)[0] is key)
 
 
-@pytest.mark.parametrize("checkpointing", ["true", "false"])
+@pytest.mark.parametrize("checkpointing", [pytest.param("false", marks=pytest.mark.nightly), "true"])
 def test_each_block_is_sent_ahead_and_the_pass_turns_at_the_last(
     checkpointing: str, base: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +263,14 @@ def stepped(
     return clocked, found, job
 
 
-@pytest.mark.parametrize("more", [(), ("train.gradient_checkpointing=true",), ("model.base_precision=fp8",)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        pytest.param(("train.gradient_checkpointing=true",), marks=pytest.mark.nightly),
+        pytest.param(("model.base_precision=fp8",), marks=pytest.mark.nightly),
+    ],
+)
 def test_blocks_sent_ahead_are_neither_read_early_nor_written_late(
     more: tuple[str, ...], base: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
