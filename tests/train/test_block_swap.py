@@ -17,7 +17,7 @@ from subjects import check_resumes_exactly, recipe_for
 from torch import Tensor, nn
 
 from clocked_streams import Clocked, Stream
-from darkroom import models
+from darkroom import models, sample
 from darkroom.counting import counting
 from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
@@ -296,6 +296,32 @@ def test_a_wait_that_is_left_out_is_seen(
     clocked, _, _ = stepped(lora(base, photos, SWAP), tmp_path / "run", monkeypatch)
     what = {"wait_event": "before its weights are there", "wait_stream": "still read"}[wait]
     assert any(what in one for one in clocked.wrong)
+
+
+def test_pictures_between_steps_are_the_same_and_so_are_the_steps(
+    base: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pictures are drawn in inference mode, whose tensors autograd refuses; DoRA's layers keep a weight."""
+    dora = ("adapter.targets=conv", "adapter.dora=true", "adapter.dropout=0.1")
+    found = []
+    for swap in ((), (SWAP,)):
+        job = job_of(lora(base, photos, *dora, *swap), tmp_path / f"run{len(swap)}")
+        with job.feed(0) as batches:
+            inputs = job.task.inputs(next(batches), job.device)
+        made = {"before": job.step(0, inputs).losses["loss"]}
+        for seed in (0, 1):
+            [picture] = sample.generate(
+                job.task.model, "a dog", steps=2, guidance=1.0, size=(32, 32), seed=seed, optimise="none"
+            )
+            made[f"picture {seed}"] = picture.latents
+        found.append(made | {"after": job.step(1, inputs).losses["loss"]})
+        clocked = Clocked()
+        monkeypatch.setattr(accelerator, "new_stream", lambda device, clocked=clocked: clocked.copying)
+        monkeypatch.setattr(accelerator, "current_stream", lambda device, clocked=clocked: clocked.current)
+    for name, expected in found[0].items():  # a product may round as its factors lie in memory
+        torch.testing.assert_close(found[1][name], expected, atol=1e-5, rtol=1e-5)
+    assert not torch.equal(found[0]["picture 0"], found[0]["picture 1"])
+    assert not torch.equal(found[0]["before"], found[0]["after"])
 
 
 # ---- the plan
