@@ -20,7 +20,7 @@ Tensors = Mapping[Any, "torch.Tensor"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Sent:
+class _OnItsWay:
     """A set on its way to the device."""
 
     key: object
@@ -35,7 +35,7 @@ class CopyAhead:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = accelerator.new_stream(device)
-        self._sent: _Sent | None = None
+        self._sent: _OnItsWay | None = None
 
     def arrive(self, key: object, waiting: Tensors) -> Tensors:
         """A set on the device, for the stream that computes: the one that was sent, if that has this key."""
@@ -55,7 +55,7 @@ class CopyAhead:
         if self._stream is not None:
             self._sent = self._copied(key, waiting, self._stream)
 
-    def _copied(self, key: object, waiting: Tensors, stream: torch.Stream) -> _Sent:
+    def _copied(self, key: object, waiting: Tensors, stream: torch.Stream) -> _OnItsWay:
         import torch
 
         arriving = {name: torch.empty_like(one, device=stream.device) for name, one in waiting.items()}
@@ -64,4 +64,4 @@ class CopyAhead:
         with stream:
             for name, one in waiting.items():
                 arriving[name].copy_(one, non_blocking=True)
-        return _Sent(key, arriving, stream.record_event())
+        return _OnItsWay(key, arriving, stream.record_event())

@@ -147,6 +147,13 @@ def swap_of(module: nn.Module) -> BlockSwap | None:
     return found
 
 
+def swap_notes(number: int, device: torch.device) -> list[str]:
+    """A note where blocks are to rest, but main memory is the device's own."""
+    if not number or accelerator.kind_of(device).own_memory:
+        return []
+    return [f"train.blocks_to_swap saves nothing on {device.type}, which has no memory of its own"]
+
+
 def _can_rest(layer: nn.Module) -> bool:
     return isinstance(layer, Packed) or can_be_made_anew(layer)
 

@@ -38,7 +38,7 @@ from darkroom.recipe.sections import (
     SamplePrompt,
     TrainSettings,
 )
-from darkroom.train.block_swap import swap_blocks, swap_of
+from darkroom.train.block_swap import swap_blocks, swap_notes, swap_of
 from darkroom.train.checkpoint.saver import exactness
 from darkroom.train.checks import check_settings
 from darkroom.train.contents import (
@@ -172,17 +172,14 @@ def make_job(
     if recipe.frozen_unet and model.unet is not None:
         cast_opened(model.unet, site.dtype)  # never trained: no float32 copy is needed
     stores = _made_ready(recipe.task, data, recipe.model.base, model, store, site)
-    settles_later = recipe.model.base_precision or train.blocks_to_swap
-    _move(model, device, but=model.unet if settles_later else None)
+    _move(model, device, but=model.unet if recipe.model.base_precision or train.blocks_to_swap else None)
     task = make_task(recipe, model, store, device, pinned.run)
     base |= others_of(task, recipe.adapter, stores, ranks)
     check_base(base, pinned.base, recipe.model, places)
     if device.type != "cpu" and recipe.frozen_text:
         halve_text(model, site.dtype)
     offload_mmap(_seldom_run(model, task), pinned.run)
-    notes += _trained_share(recipe.task, task)
-    if train.blocks_to_swap and not accelerator.kind_of(device).own_memory:
-        notes.append(f"train.blocks_to_swap saves nothing on {device.type}, which has no memory of its own")
+    notes += [*_trained_share(recipe.task, task), *swap_notes(train.blocks_to_swap, device)]
     heldout, held_notes = _heldout(task, data, store, held_rows, recipe.evaluate.rows, device)
     calibration = _calibration(task, store, train_rows, side, device)
     one_row = partial(_one_row, task, store, train_rows, device)
