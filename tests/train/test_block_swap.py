@@ -327,7 +327,9 @@ def test_pictures_between_steps_are_the_same_and_so_are_the_steps(
 # ---- the plan
 
 
-def test_a_plan_holds_less_and_takes_longer(base: Path, photos: Path, tmp_path: Path) -> None:
+def test_a_plan_holds_less_where_a_card_has_memory_of_its_own(
+    base: Path, photos: Path, tmp_path: Path
+) -> None:
     planned = {}
     for over in ((), (SWAP,)):
         recipe = lora(base, photos, "train.micro_batch=1", "train.global_batch=1", *over)
@@ -348,10 +350,9 @@ def test_a_plan_holds_less_and_takes_longer(base: Path, photos: Path, tmp_path: 
     less = made["RTX 4090", False].memory_bytes["weights"] - made["RTX 4090", True].memory_bytes["weights"]
     assert less == pytest.approx(swap.saved_bytes, rel=1e-6)
     assert made["Apple M2", True].memory_bytes == pytest.approx(made["Apple M2", False].memory_bytes)
-    assert made["Apple M2", True].step_s == pytest.approx(made["Apple M2", False].step_s)
+    assert made["Apple M2", True].step_s == pytest.approx(made["Apple M2", False].step_s, rel=0.01)
     assert "saves nothing here" in made["Apple M2", True].notes[-1]
     assert "nobody has measured it" in made["RTX 4090", True].notes[-1]
-    assert made["RTX 4090", True].step_s["total"] >= made["RTX 4090", False].step_s["total"]
 
 
 def test_what_copies_take_beyond_computing_is_waited_for(base: Path, photos: Path) -> None:
