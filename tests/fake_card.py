@@ -73,7 +73,7 @@ class Watched(TorchDispatchMode):
             target = told["self"].device if name == "aten::copy_" else told.get("device")
             target = told["other"].device if "other" in told else target
             crosses = target is not None and torch.device(target).type != source.device.type
-            pageable = crosses and torch.device(target).type == "cuda" and not hasattr(source, PINNED)
+            pageable = crosses and torch.device(target).type != "cpu" and not hasattr(source, PINNED)
             if crosses and (pageable or not told.get("non_blocking", False)):
                 where = f"{source.device.type} to {torch.device(target).type}"
                 self.waits.append(f"{name} {where} at {_where()}")
@@ -144,11 +144,34 @@ def fake_card() -> Iterator[FakeTensorMode]:
 
     _setup_privateuseone_for_python_backend(CARD, Backend())
     # As CUDA's are; nobody knows this card else.
-    accelerator.KINDS[CARD] = replace(accelerator.kind_of(CARD), scaled_adamw=True, scaler=True)
+    accelerator.KINDS[CARD] = replace(accelerator.kind_of(CARD), scaled_adamw=True, scaler=True, streams=True)
+    accelerator.new_stream = accelerator.current_stream = _Stream
     torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
     FakeTensorMode.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
-    with FakeTensorMode() as mode, _Made():
+    with FakeTensorMode() as mode, _Pinned(), _Made():
         yield mode
+
+
+class _Stream:
+    """A stream of the card: nothing is queued, so nobody waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def wait_stream(self, other: _Stream) -> None:
+        pass
+
+    def wait_event(self, event: None) -> None:
+        pass
+
+    def record_event(self) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class _Pinned(TorchDispatchMode):

@@ -645,6 +645,17 @@ def test_what_cannot_be_had_is_refused_in_one_line(tmp_path: Path, text: str, me
     assert "\n" not in str(caught.value)
 
 
+def test_blocks_to_swap_are_read_and_refused_where_the_unet_is_trained(
+    tmp_path: Path, folders: dict[str, str]
+) -> None:
+    swaps = "blocks_to_swap = 18\n"
+    assert read(tmp_path, LORA.format(**folders) + swaps).train.blocks_to_swap == 18
+    assert read(tmp_path, LORA.format(**folders)).train.blocks_to_swap == 0
+    plain = f'pretrained_model_name_or_path = "sd15"\ntrain_data_dir = "{folders["pictures"]}"\n{swaps}'
+    with pytest.raises(RecipeError, match="blocks_to_swap: 18 with the task finetune"):
+        read(tmp_path, plain)
+
+
 def test_every_option_of_the_table_is_a_key_of_a_recipe() -> None:
     known = {one.key for one in find_keys()}
     for name, option in [*TABLE.items(), *NETWORK.items()]:

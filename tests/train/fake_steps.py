@@ -23,15 +23,17 @@ from darkroom.recipe import Recipe, make_recipe
 from darkroom.recipe.sections import VAE_TASKS
 from darkroom.train import model as build
 from darkroom.train import setup
+from darkroom.train.block_swap import swap_of
 from darkroom.train.distributed import ddp_fsdp
 from darkroom.train.distributed.ranks import ALONE, Ranks
+from darkroom.train.distributed.weights import cast
 from darkroom.train.memory import offload_mmap
 from darkroom.train.step import DTYPES
 from darkroom.train.tasks import repa
 from darkroom.train.tasks.autoencoder import with_student
 from darkroom.train.tasks.diffusion import Masks
 from darkroom.train.tasks.extractor import ExtractorModel
-from fake_card import CARD, Watched, elsewhere, fake_card, outside
+from fake_card import CARD, PINNED, Watched, elsewhere, fake_card, outside
 
 ROWS = 4
 UNET = {"block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": 2, "layers_per_block": 1}
@@ -68,6 +70,8 @@ class Made:
         self.recipe = recipe = make_recipe(content)
         self.dtype = models.precision(str(recipe.train.precision))
         self.model = _new_model(recipe)
+        if recipe.train.blocks_to_swap:
+            cast(self.model.unet, self.dtype)  # early, as a frozen one is
         setup._move(self.model, torch.device(CARD))
         changes = _without_files(recipe.data, recipe.train, recipe.model, recipe.adapter)
         quiet = recipe.model_copy(update={**changes, "train": recipe.train})
@@ -254,6 +258,13 @@ TASKS |= {
         "textual inversion", "distill", "dpo",
     )
 }  # fmt: skip
+TASKS |= {
+    f"{name}, blocks swapped": _with(name, blocks_to_swap=3)
+    for name in (
+        "lora", "lora dit", "lora on fp8", "lora conv dora", "textual inversion", "dpo",
+        "lora, checkpointing",
+    )
+}  # fmt: skip
 TASKS |= {  # as CUDA lays convolutions of itself
     f"{name}, channels last": _with(name, channels_last=True)
     for name in (
@@ -313,7 +324,11 @@ def seen(content: dict[str, Any] | Made) -> dict[str, Any]:
     made = content if isinstance(content, Made) else Made(content)
     KEPT.append(made)
     watched = steady(made)
+    swaps = [swap for module in made.task.modules.values() if (swap := swap_of(module)) is not None]
+    resting = sum(len(swap.resting) for swap in swaps)
     modules = [name for module in made.task.modules.values() for name in elsewhere(module, CARD)]
+    if resting and len(modules) == resting:  # these, and nothing else
+        modules = []
     return {
         "waits": watched.waits,
         "kernels": watched.launched,
@@ -322,7 +337,12 @@ def seen(content: dict[str, Any] | Made) -> dict[str, Any]:
 
 
 def _spoilt(how: str) -> Any:
-    """The first task with a loss that does what a step must not."""
+    """The first task with a loss that does what a step must not, or blocks in memory that no card reads."""
+    if how == "does not pin":
+        made = Made(TASKS["lora, blocks swapped"])
+        for home in swap_of(made.model.unet).resting:  # type: ignore[arg-type, union-attr]
+            delattr(home, PINNED)
+        return made
     made = Made(TASKS["pretrain"])
     losses = made.task.losses
 

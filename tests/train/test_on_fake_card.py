@@ -80,7 +80,8 @@ def test_so_does_every_other_task_and_way_of_training():
 @pytest.mark.nightly
 def test_a_step_that_waits_or_mixes_devices_is_seen():
     """The control."""
-    found = seen("reads a number", "copies and waits", "mixes devices")
+    found = seen("reads a number", "copies and waits", "mixes devices", "does not pin")
     assert "DataDependentOutputException" in found["reads a number"]["error"]
     assert "aten::_to_copy" in found["copies and waits"]["waits"][0]
     assert "cpu" in found["mixes devices"]["error"]
+    assert "copy_ahead.py" in found["does not pin"]["waits"][0]

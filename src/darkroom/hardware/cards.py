@@ -45,6 +45,11 @@ class Card:
     source: str
     guessed: tuple[str, ...] = ()  # columns of hardware.csv that no data sheet at hand confirms
 
+    @property
+    def own_memory(self) -> bool:
+        """Whether its memory is its own, not the processor's too."""
+        return self.kind == "gpu" and self.link != UNIFIED
+
 
 @dataclass(frozen=True)
 class Network:

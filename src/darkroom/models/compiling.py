@@ -20,6 +20,8 @@ LOG = logging.getLogger("darkroom.models")
 MOST_SHAPES = 16
 BLOCKS = ("BasicTransformerBlock", "ResnetBlock2D", "DiTBlock")
 """What denoisers are made of: few classes, each many times, and nearly all of the work."""
+WAYS = ("down_blocks", "mid_block", "up_blocks", "blocks")
+"""A U-Net's parts as a forward pass takes them; a transformer has blocks alone."""
 KINDS_OF_A_BLOCK = 24
 """Widths and sizes that one class of block has within one call."""
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
@@ -28,10 +30,29 @@ Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 def compile_blocks(module: nn.Module, mode: str | None = None, backend: str = "inductor") -> int:
     """Compile each block of a denoiser by itself, in place; returns how many. The rest runs as it is."""
     _make_room()
-    blocks = [part for part in module.modules() if type(part).__name__ in BLOCKS]
+    blocks = blocks_in_order(module)
     for block in blocks:
         block.compile(fullgraph=True, dynamic=False, mode=mode, backend=backend)
     return len(blocks)
+
+
+def blocks_in_order(module: nn.Module) -> list[nn.Module]:
+    """The blocks of a denoiser in the order in which a forward pass comes to them.
+
+    A U-Net's go down, through the middle and up; in each part of it residual blocks and transformers take
+    turns.
+    """
+    named = [(name, part) for name, part in module.named_modules() if type(part).__name__ in BLOCKS]
+    return [part for _, part in sorted(named, key=lambda one: _turn(one[0]))]
+
+
+def _turn(name: str) -> tuple[int, ...]:
+    """Sorts `down_blocks.1.attentions.0.transformer_blocks.2` by way, part, place, kind and place again."""
+    way, *rest = name.split(".")
+    numbers = [int(one) for one in rest if one.isdigit()]
+    part = numbers.pop(0) if way in ("down_blocks", "up_blocks") else 0
+    turn = WAYS.index(way) if way in WAYS else len(WAYS)
+    return turn, part, *numbers[:1], int("attentions" in rest), *numbers[1:]
 
 
 def compile_whole(module: nn.Module, mode: str | None = None, backend: str = "inductor") -> None:

@@ -151,17 +151,20 @@ class Profile:
         shards: int = 1,
         gathers: bool = False,
         keeps: bool = False,
+        rests: bool = False,
     ) -> dict[str, float]:
         """Bytes by kind at the highest moment, of a micro-batch of `rows`.
 
         `accumulate`: the gradients of earlier micro-batches are alive too. `shards`: devices that share what
         is sharded (ZeRO-2: gradients, optimiser and averaged weights). `gathers`: the weights too, of which
         each device has whole only the block at work and the next one. `keeps`: with what a CPU's process
-        keeps of freed blocks, as 'allocator'.
+        keeps of freed blocks, as 'allocator'. `rests`: without the weights that wait in main memory.
         """
         kinds = []
         for moment in self.moments:
             held = self._held(moment, rows, accumulate, step_rows or rows, shards, gathers)
+            if rests and moment.stage != LATENTS:
+                held["weights"] -= self.facts.get("saved_by_swap_bytes", 0)
             if keeps:
                 held["allocator"] = self._kept(moment.stage) * (held["activations"] + held["temporary"])
             kinds.append(held)

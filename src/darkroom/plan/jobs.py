@@ -20,6 +20,7 @@ from darkroom.plan.roofline import (
     all_reduce_s,
     efficiency,
     exposed_s,
+    host_copy_bytes_s,
 )
 
 CONTEXT_BYTES = 700e6  # CUDA context and library workspaces (field: hundreds of MB)
@@ -75,6 +76,7 @@ class Where:
             shards=self.cluster.shards,
             gathers=self.cluster.gathers,
             keeps=self.card.kind == "cpu",
+            rests=self.card.own_memory,
             **more,
         )
 
@@ -196,7 +198,7 @@ def plan_training(
         images_per_s=job.global_batch / step.total,
         hours=sum(phases.values()) / 3600,
         sizes_bytes=_sizes(profile, job),
-        notes=_notes(job, fits, largest, micro, rows),
+        notes=(*_notes(job, fits, largest, micro, rows), *_swap_notes(profile, where)),
     )
     return replace(plan, extra={"data_hidden_s": reading - step.data} if reading else {})
 
@@ -317,8 +319,9 @@ def step_seconds(
     roofline, frozen = where.roofline(software), where.roofline(replace(software, precision=encoders))
     number = rows / micro
     backward = roofline.stage(profile, "backward", micro)
+    both = roofline.stage(profile, "forward", micro) + backward
     seconds = frozen.stage(profile, "inputs", rows)
-    seconds += (roofline.stage(profile, "forward", micro) + backward).times(number)
+    seconds += (both + TimeBreakdown(communication=_awaited_s(profile, where, both.total))).times(number)
     seconds += roofline.stage(profile, "update", 1, share=1 / where.cluster.shards)
     if where.cluster.count > 1:
         times = number if sync_each else 1
@@ -329,6 +332,33 @@ def step_seconds(
         shown = exposed_s(whole, backward.total, where.known)
         seconds += TimeBreakdown(communication=shown).times(times)
     return seconds
+
+
+def _awaited_s(profile: Profile, where: Where, passes_s: float) -> float:
+    """Seconds in which a forward and a backward pass wait for blocks that rest in main memory: what their
+    copies take beyond what is computed meanwhile, which is as much of the passes as is swapped of the U-Net.
+    """
+    copied = profile.facts.get("swapped_bytes")
+    if not copied or not where.card.own_memory:
+        return 0.0
+    copies_s = copied / host_copy_bytes_s(where.card, where.known)[0]
+    return float(max(0.0, copies_s - profile.facts["swapped_share"] * passes_s))
+
+
+def _swap_notes(profile: Profile, where: Where) -> tuple[str, ...]:
+    """What rests in main memory, and what is known of its way."""
+    facts = profile.facts
+    if not facts.get("swapped_bytes"):
+        return ()
+    if not where.card.own_memory:
+        return ("train.blocks_to_swap saves nothing here: the device's memory is the machine's",)
+    rate, measured = host_copy_bytes_s(where.card, where.known)
+    source = "measured" if measured else "by its link's data sheet: nobody has measured it"
+    resting, copied = facts["resting_bytes"] / 1e9, facts["swapped_bytes"] / 1e9
+    return (
+        f"{resting:.2f} GB of weights rest in pinned main memory; {copied:.2f} GB are copied in a forward "
+        f"and a backward pass, at {rate / 1e9:.0f} GB/s ({source})",
+    )
 
 
 def _split(step: TimeBreakdown) -> dict[str, float]:

@@ -334,6 +334,18 @@ def all_reduce_s(card: Card, cluster: ClusterSpec, size_bytes: float, known: Eff
     return 2 * ((cluster.count - 1) / cluster.count * size_bytes / pace + latency_s)
 
 
+def host_copy_bytes_s(card: Card, known: Efficiency) -> tuple[float, bool]:
+    """Bytes a second from pinned main memory to a card, and whether that was measured; else it is PCIe's, of
+    its fourth generation where the card's own link is between cards.
+    """
+    measured = known.values.get(("copy_bytes_s", card.name))
+    if measured is not None:
+        return measured, True
+    table = networks()
+    link = table[card.link if card.link.startswith("PCIe") else "PCIe 4.0 x16"]
+    return link.bandwidth_bytes_s * known.of("network", "fast"), False
+
+
 def exposed_s(communication_s: float, backward_s: float, known: Efficiency) -> float:
     """What communication adds to a step: what does not hide behind the backward pass, and by how much the
     rest slows that, since its kernels take cores and bandwidth.

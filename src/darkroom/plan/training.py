@@ -35,6 +35,7 @@ from darkroom.recipe.sections import VAE_TASKS, AdapterSettings, AlignSettings
 from darkroom.sample.choice import pictures_a_call
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 from darkroom.train import setup as job
+from darkroom.train.block_swap import swap_of
 from darkroom.train.data.local_dataset import has_own_store
 from darkroom.train.data.precomputed import PREPARED_PIXELS
 from darkroom.train.distributed.ddp_fsdp import blocks_of
@@ -114,6 +115,7 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
                 "encodes_inline": inline,
                 "frees_in_forward": recipe.frees_in_forward,
                 **({"adapter_bytes": _adapter_bytes(step.weights.masters)} if recipe.adapts else {}),
+                **(_swapped(model.unet) if model.unet is not None else {}),
             },
         )
         if others:
@@ -192,6 +194,20 @@ def _facts(
         "checkpoint_bytes": 4 * (trained + averaged) + sum(map(size_bytes, states)),
         "latent_bytes_a_row": 2 * 2 * channels * side * side,
         "text_bytes_a_row": sum(2 * length * width for length, width in text),
+    }
+
+
+def _swapped(unet: nn.Module) -> dict[str, float]:
+    """What of a U-Net rests in main memory where a device has memory of its own, and what that costs."""
+    swap = swap_of(unet)
+    if swap is None:
+        return {}
+    resting = sum(swap.block_bytes)
+    return {
+        "resting_bytes": resting,
+        "saved_by_swap_bytes": swap.saved_bytes,
+        "swapped_bytes": swap.copied_bytes,
+        "swapped_share": resting / sum(size_bytes(t) for t in (*unet.parameters(), *unet.buffers())),
     }
 
 

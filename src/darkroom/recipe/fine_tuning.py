@@ -178,29 +178,50 @@ def check_preference(
         )
 
 
-def check_base_precision(
+LEAST_SWAPPED = 3
+
+
+def check_frozen_base(
     task: str, model: ModelSettings, adapter: AdapterSettings | None, train: TrainSettings, *, frozen: bool
 ) -> None:
-    """Only a frozen U-Net can be held in fewer bits."""
-    kind = model.base_precision
-    if kind is None:
-        return
+    """Only a frozen U-Net can be held in fewer bits, or in part in main memory."""
+    number = train.blocks_to_swap
+    if 0 < number < LEAST_SWAPPED:
+        raise RecipeError(
+            "train.blocks_to_swap",
+            f"{number}, but two of them are on the card at a time",
+            allowed=f"{LEAST_SWAPPED} or more, or 0",
+        )
+    given = {"model.base_precision": model.base_precision, "train.blocks_to_swap": number}
+    for key, value in given.items():
+        if value:
+            _check_made_anew(key, value, task, adapter, train, frozen=frozen)
+
+
+def _check_made_anew(
+    key: str,
+    value: str | int,
+    task: str,
+    adapter: AdapterSettings | None,
+    train: TrainSettings,
+    *,
+    frozen: bool,
+) -> None:
+    """What layers whose weights are made anew for each pass cannot stand."""
     if not frozen:
         raise RecipeError(
-            "model.base_precision",
-            f"{kind} with the task {task}, which trains the U-Net's own weights",
+            key,
+            f"{value} with the task {task}, which trains the U-Net's own weights",
             allowed=f"with {', '.join(ADAPTER_TASKS)}, textual-inversion, or distill with an adapter",
         )
     if adapter is not None and adapter.kind in ("oft", "full"):
         raise RecipeError(
             "adapter.kind",
-            f"{adapter.kind} with model.base_precision={kind}: it changes the whole weight",
+            f"{adapter.kind} with {key}={value}: it changes the whole weight",
             allowed="lora, loha, lokr",
         )
     if train.compile != "none":
-        raise RecipeError(
-            "train.compile", f"{train.compile} with model.base_precision={kind}", allowed="none"
-        )
+        raise RecipeError("train.compile", f"{train.compile} with {key}={value}", allowed="none")
 
 
 def _said_of_prior(data: DataSettings) -> str | None:

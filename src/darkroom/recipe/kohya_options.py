@@ -188,6 +188,9 @@ TABLE: dict[str, KohyaOption] = {
     "seed": KohyaOption("train.seed"),
     "mixed_precision": KohyaOption("train.precision", read_choice("mixed_precision", PRECISIONS)),
     "gradient_checkpointing": KohyaOption("train.gradient_checkpointing"),
+    "blocks_to_swap": KohyaOption(
+        "train.blocks_to_swap", whole("blocks_to_swap"), "of a frozen U-Net's blocks, of which there are more"
+    ),
     "learning_rate": KohyaOption("optim.lr", read_number, "2e-6 where it is not given, as there"),
     "unet_lr": KohyaOption("optim.unet_lr", read_number),
     "stop_text_encoder_training": KohyaOption("optim.text_encoder_steps"),

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from darkroom.errors import RecipeError
 from darkroom.recipe import rules
-from darkroom.recipe.fine_tuning import check_adapter, check_base_precision, check_preference, check_subject
+from darkroom.recipe.fine_tuning import check_adapter, check_frozen_base, check_preference, check_subject
 from darkroom.recipe.sections import (
     ADAPTER_TASKS,
     VAE_TASKS,
@@ -149,7 +149,7 @@ class Recipe(BaseModel):
         rules.check_folder(task, data)
         check_adapter(task, adapter, model, data, self.parallel, optim)
         check_subject(task, model, data)
-        check_base_precision(task, model, adapter, train, frozen=self.frozen_unet)
+        check_frozen_base(task, model, adapter, train, frozen=self.frozen_unet)
         check_preference(task, data, adapter, objective)
         rules.check_text(task, data, model, adapter)
         rules.check_masks(data, objective)

@@ -354,6 +354,14 @@ class TrainSettings(BaseModel):
         default=False,
         description="compute activations again in the backward pass: less memory, a third more time",
     )
+    blocks_to_swap: int = Field(
+        default=0,
+        ge=0,
+        le=1000,
+        description="so many of the last blocks of a frozen U-Net or transformer (kohya's name) rest in main "
+        "memory, under an adapter or a new word, and come to the card ahead of use in both passes; two of "
+        "them are there at a time; 0: none rests",
+    )
     channels_last: bool | Literal["auto"] = Field(
         default="auto", description="memory layout of convolutions; auto: as a pass is faster in"
     )

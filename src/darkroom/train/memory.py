@@ -317,9 +317,87 @@ def unpack(
     return (values * scales).to(dtype).view(shape)
 
 
-class _Packed(nn.Module):
-    """What the two layers share: `codes`; `scales` and `levels` as bits of int32, which no cast changes."""
+class MadeAnew(nn.Module):
+    """A frozen layer that has its weight for a forward pass and again for the backward pass, not in between.
 
+    What the weight is made of is its tensor `kept_as`, which may rest elsewhere: `bring` has it where the
+    layer computes then.
+    """
+
+    kept_as: str
+    bring: Callable[[nn.Module], Tensor] | None = None
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The layer's parameters or buffers: those that have `kept_as`."""
+        return self._parameters if self.kept_as in self._parameters else self._buffers
+
+    def present(self) -> Tensor:
+        """What the weight is made of, where the layer computes."""
+        kept: Tensor = self.table[self.kept_as] if self.bring is None else self.bring(self)
+        return kept
+
+    def made(self, dtype: torch.dtype) -> Tensor:
+        """The weight in a precision."""
+        raise NotImplementedError
+
+
+class LinearMadeAnew(MadeAnew, nn.Linear):
+    """A linear layer without a weight between passes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        made: Tensor = _Linear.apply(input, self)  # type: ignore[no-untyped-call]
+        return made
+
+
+class Conv2dMadeAnew(MadeAnew, nn.Conv2d):
+    """A convolution without a weight between passes. It keeps no input for the backward pass."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        made: Tensor = _Conv2d.apply(input, self)  # type: ignore[no-untyped-call]
+        return made
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """How it convolves, as PyTorch's functions take it."""
+        return self.stride, self.padding, self.dilation, self.groups
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, layer: LinearMadeAnew) -> Tensor:
+        ctx.layer = layer
+        return F.linear(input, layer.made(input.dtype), layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad @ ctx.layer.made(grad.dtype), None
+
+
+class _Conv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, layer: Conv2dMadeAnew) -> Tensor:
+        ctx.layer, ctx.size, ctx.stride = layer, input.size(), input.stride()
+        return F.conv2d(input, layer.made(input.dtype), layer.bias, *layer.given)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of the input alone: the weight is frozen."""
+        layer: Conv2dMadeAnew = ctx.layer
+        stride, padding, dilation, groups = layer.given
+        # The input's shape and layout are looked at, never its numbers.
+        blank = grad.new_empty_strided(ctx.size, ctx.stride)
+        weight, wanted = layer.made(grad.dtype), [True, False, False]
+        made = torch.ops.aten.convolution_backward(
+            grad, blank, weight, None, stride, padding, dilation, False, [0, 0], groups, wanted
+        )
+        return made[0], None
+
+
+class Packed(MadeAnew):
+    """A weight in bits: `codes`; `scales` and `levels` as bits of int32, which no cast changes."""
+
+    kept_as = "codes"
     kind: str
     shape: torch.Size
     dtype: torch.dtype
@@ -340,62 +418,18 @@ class _Packed(nn.Module):
     def made(self, dtype: torch.dtype) -> Tensor:
         """The weight in a precision."""
         levels = self.levels.view(torch.float32) if self.kind == "nf4" else None
-        return unpack(self.codes, self.scales.view(torch.float32), self.kind, self.shape, dtype, levels)
+        return unpack(self.present(), self.scales.view(torch.float32), self.kind, self.shape, dtype, levels)
 
 
-class PackedLinear(_Packed, nn.Linear):  # type: ignore[override]
+class PackedLinear(Packed, LinearMadeAnew):  # type: ignore[override]
     """A linear layer whose weight is bits."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        made: Tensor = _Linear.apply(input, self.codes, self)  # type: ignore[no-untyped-call]
-        return made
+
+class PackedConv2d(Packed, Conv2dMadeAnew):  # type: ignore[override]
+    """A convolution whose weight is bits."""
 
 
-class PackedConv2d(_Packed, nn.Conv2d):  # type: ignore[override]
-    """A convolution whose weight is bits. It keeps no input for the backward pass."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        made: Tensor = _Conv2d.apply(input, self.codes, self)  # type: ignore[no-untyped-call]
-        return made
-
-    @property
-    def given(self) -> tuple[Any, ...]:
-        """How it convolves, as PyTorch's functions take it."""
-        return self.stride, self.padding, self.dilation, self.groups
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, codes: Tensor, layer: PackedLinear) -> Tensor:
-        ctx.layer = layer
-        return F.linear(input, layer.made(input.dtype), layer.bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad @ ctx.layer.made(grad.dtype), None, None
-
-
-class _Conv2d(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, codes: Tensor, layer: PackedConv2d) -> Tensor:
-        ctx.layer, ctx.size, ctx.stride = layer, input.size(), input.stride()
-        return F.conv2d(input, layer.made(input.dtype), layer.bias, *layer.given)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of the input alone: packed weights are frozen."""
-        layer: PackedConv2d = ctx.layer
-        stride, padding, dilation, groups = layer.given
-        # The input's shape and layout are looked at, never its numbers.
-        blank = grad.new_empty_strided(ctx.size, ctx.stride)
-        weight, wanted = layer.made(grad.dtype), [True, False, False]
-        made = torch.ops.aten.convolution_backward(
-            grad, blank, weight, None, stride, padding, dilation, False, [0, 0], groups, wanted
-        )
-        return made[0], None, None
-
-
-_PACKED: dict[type[nn.Module], type[_Packed]] = {nn.Linear: PackedLinear, nn.Conv2d: PackedConv2d}
+_PACKED: dict[type[nn.Module], type[Packed]] = {nn.Linear: PackedLinear, nn.Conv2d: PackedConv2d}
 
 
 def pack_layers(module: nn.Module, kind: str) -> int:
@@ -409,7 +443,7 @@ def pack_layers(module: nn.Module, kind: str) -> int:
             continue
         weight: Tensor = layer._parameters.pop("weight")
         layer.__class__ = _PACKED[type(layer)]
-        assert isinstance(layer, _Packed)
+        assert isinstance(layer, Packed)
         layer.kind, layer.shape, layer.dtype = kind, weight.shape, weight.dtype
         codes, scales = pack(weight, kind)
         layer.register_buffer("codes", codes, persistent=False)
@@ -424,10 +458,17 @@ def pack_layers(module: nn.Module, kind: str) -> int:
     return number
 
 
-def _can_be_packed(layer: nn.Module, kind: str) -> bool:
+def can_be_made_anew(layer: nn.Module) -> bool:
+    """Whether a layer is a plain frozen one of the kinds that compute with a weight that is made anew."""
     if type(layer) not in _PACKED or any(param.requires_grad for param in layer.parameters(recurse=False)):
         return False
-    if isinstance(layer, nn.Conv2d) and (layer.padding_mode != "zeros" or isinstance(layer.padding, str)):
+    return not isinstance(layer, nn.Conv2d) or (
+        layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    )
+
+
+def _can_be_packed(layer: nn.Module, kind: str) -> bool:
+    if not can_be_made_anew(layer):
         return False
     weight = layer._parameters["weight"]
     assert weight is not None
@@ -437,4 +478,4 @@ def _can_be_packed(layer: nn.Module, kind: str) -> bool:
 
 def packed_weights(module: nn.Module) -> int:
     """Weights of a module that are held as bits, which are no parameters."""
-    return sum(part.num_weights for part in module.modules() if isinstance(part, _Packed))
+    return sum(part.num_weights for part in module.modules() if isinstance(part, Packed))

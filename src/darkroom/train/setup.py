@@ -38,6 +38,7 @@ from darkroom.recipe.sections import (
     SamplePrompt,
     TrainSettings,
 )
+from darkroom.train.block_swap import swap_blocks, swap_notes, swap_of
 from darkroom.train.checkpoint.saver import exactness
 from darkroom.train.contents import (
     base_of,
@@ -170,14 +171,14 @@ def make_job(
     if recipe.frozen_unet and model.unet is not None:
         cast_opened(model.unet, site.dtype)  # never trained: no float32 copy is needed
     stores = _made_ready(recipe.task, data, recipe.model.base, model, store, site)
-    _move(model, device, but=model.unet if recipe.model.base_precision else None)
+    _move(model, device, but=model.unet if recipe.model.base_precision or train.blocks_to_swap else None)
     task = make_task(recipe, model, store, device, pinned.run)
     base |= others_of(task, recipe.adapter, stores, ranks)
     check_base(base, pinned.base, recipe.model, places)
     if device.type != "cpu" and recipe.frozen_text:
         halve_text(model, site.dtype)
     offload_mmap(_seldom_run(model, task), pinned.run)
-    notes += _trained_share(recipe.task, task)
+    notes += [*_trained_share(recipe.task, task), *swap_notes(train.blocks_to_swap, device)]
     heldout, held_notes = _heldout(task, data, store, held_rows, recipe.evaluate.rows, device)
     calibration = _calibration(task, store, train_rows, side, device)
     one_row = partial(_one_row, task, store, train_rows, device)
@@ -296,7 +297,9 @@ def _made_ready(
 
 
 def _move(model: Model, device: torch.device, but: nn.Module | None = None) -> None:
-    """Put a model's parts on the device; what is to be held in fewer bits goes there afterwards."""
+    """Put a model's parts on the device; what is to be held in fewer bits, or only in part, goes there
+    afterwards.
+    """
     for module in model.modules.values():
         if module is not but:
             nn.Module.to(module, device)  # diffusers' own `to` warns of nothing
@@ -358,6 +361,8 @@ def bare_step(
         if train.gradient_checkpointing:
             _checkpoint_activations(module)
         forget_inputs(module)
+        if (swap := swap_of(module)) is not None:
+            swap.pin()
     _compile(task, train)
     return Step(
         task,
@@ -433,7 +438,7 @@ def make_task(
     columns = (*(SIZES if model.is_sdxl else ()), *(() if masks is None else (masks.column,)))
     read = read.model_copy(update=_caption_changes(data, columns) | captions)
     objective = make_objective(model.scheduler, recipe.objective, device)
-    modules = _trained(model, recipe.model, recipe.adapter, train.seed, device, run)
+    modules = _trained(model, recipe.model, recipe.adapter, train, device, run)
     limit = None if recipe.adapter is None else partial(limit_norms, settings=recipe.adapter)
     if recipe.task == "distill":
         assert isinstance(objective, Objective)
@@ -491,7 +496,7 @@ def _trained(
     model: Model,
     settings: ModelSettings,
     adapter: AdapterSettings | None,
-    seed: int,
+    train: TrainSettings,
     device: torch.device,
     run: Path | None = None,
 ) -> dict[str, nn.Module]:
@@ -499,7 +504,7 @@ def _trained(
     assert model.unet is not None
     parts: dict[str, nn.Module] = {"unet": model.unet}
     if adapter is not None:
-        parts |= add_adapters(model, adapter, seed=seed, begun=run)
+        parts |= add_adapters(model, adapter, seed=train.seed, begun=run)
     elif settings.word is not None:
         parts |= add_word(model, settings.word)
     else:
@@ -508,8 +513,11 @@ def _trained(
         _train(*parts.values())
     if settings.base_precision is not None:
         pack_layers(model.unet, settings.base_precision)
+    if train.blocks_to_swap:
+        swap_blocks(model.unet, train.blocks_to_swap, device)
     for module in parts.values():
-        nn.Module.to(module, device)
+        if swap_of(module) is None:
+            nn.Module.to(module, device)
     return parts
 
 

@@ -5,14 +5,12 @@ That no copy and no layer overtakes what it depends on is shown with streams tha
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from clocked_streams import CPU, Clocked, Stream
 from darkroom import sample
 from darkroom.hardware import accelerator
 from darkroom.sample.backends.backend import torch_backend
@@ -21,7 +19,6 @@ from darkroom.sample.optimisations.applied import Applied
 from darkroom.sample.optimisations.table import OPTIMISATIONS
 
 SETTINGS = {"steps": 3, "guidance": 5.0, "seed": 2}
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -48,73 +45,6 @@ def test_offloaded_models_make_the_same_pictures(tiny, name):
     ]
     assert (other.latents - plain.latents).abs().max() > 0.1
     assert not any(hasattr(module, "_hf_hook") for module in tiny.unet.modules())
-
-
-class Clocked(TorchDispatchMode):
-    """What each operation depends on, in a card's two streams: a clock for each, passed on by waiting."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.computing, self.copying = Stream(self, "computing"), Stream(self, "copying")
-        self.current = self.computing
-        self.copies, self.ahead = 0, 0
-        self.wrong: list[str] = []
-        self._given: dict[int, int] = {}
-        self._written: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        stream = self.current
-        stream.clock[stream.name] += 1
-        if stream is self.copying:
-            self._copy(args[0])
-        else:
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor) and not self._seen(leaf):
-                    self.wrong.append(f"{func} before its weights are there")
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.empty_like.default:
-            self._given[out.data_ptr()] = self.computing.clock["computing"]
-            self._written.pop(out.data_ptr(), None)
-        return out
-
-    def _copy(self, target: torch.Tensor) -> None:
-        place, time = target.data_ptr(), self.copying.clock["copying"]
-        if self.copying.clock["computing"] < self._given[place]:
-            self.wrong.append("a copy into memory that is still read")
-        self._written[place] = time
-        self.copies += 1
-        weakref.finalize(target, self._dropped, time)
-
-    def _dropped(self, time: int) -> None:
-        if self.computing.clock["copying"] < time:
-            self.wrong.append("memory given back while it is written")
-
-    def _seen(self, tensor: torch.Tensor) -> bool:
-        return self.computing.clock["copying"] >= self._written.get(tensor.data_ptr(), 0)
-
-
-class Stream:
-    """A stream that knows what it has waited for."""
-
-    device = CPU
-
-    def __init__(self, clocked: Clocked, name: str) -> None:
-        self.name, self.clock, self._clocked = name, {"computing": 0, "copying": 0}, clocked
-
-    def record_event(self) -> dict[str, int]:
-        return dict(self.clock)
-
-    def wait_event(self, event: dict[str, int]) -> None:
-        self.clock = {name: max(time, event[name]) for name, time in self.clock.items()}
-
-    def wait_stream(self, other: Stream) -> None:
-        self.wait_event(other.clock)
-
-    def __enter__(self) -> None:
-        self._clocked.current = self
-
-    def __exit__(self, *_: object) -> None:
-        self._clocked.current = self._clocked.computing
 
 
 def drawn(model: Any, monkeypatch: Any, *more: str) -> tuple[Clocked, torch.Tensor]:

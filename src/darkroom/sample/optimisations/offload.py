@@ -5,9 +5,8 @@ of `SMALL_BYTES` and more move: norms and biases stay on the card. What moves wa
 the host never waits for a copy:
 
 - `offload_sequential` copies on the stream that computes. One layer's weights lie on the card.
-- `offload_group` copies the next layer's on a second stream, in the order in which the layers came last time.
-  Two layers' weights lie there. All their memory is of the computing stream, whose work a copy waits for as
-  far as it was given before the memory was; the layer waits for the copy by an event.
+- `offload_group` copies the next layer's on a second stream (`hardware.copy_ahead`), in the order in which
+  the layers came last time. Two layers' weights lie there.
 
 `offload_mmap` is for a CPU with little memory. The files are mapped; a layer's weights are read, and cast to
 what is computed in, just before its call, and released right after. Nothing is rounded that is not rounded in
@@ -17,7 +16,6 @@ the file.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from torch import nn
 
 from darkroom.errors import InputError
 from darkroom.hardware import accelerator
+from darkroom.hardware.copy_ahead import CopyAhead, Tensors
 from darkroom.hardware.memory import drop_file_pages, file_mappings
 from darkroom.models.adapters.bank import Banked
 from darkroom.models.tensor_file import are_mapped, is_mapped
@@ -32,8 +31,6 @@ from darkroom.sample.optimisations.applied import Applied, ComputeTarget
 
 SMALL_BYTES = 2**18
 """Tensors smaller than this stay on the card: a copy of their own would cost more than it saves."""
-
-Tensors = dict[str, torch.Tensor]
 
 
 def offload_model(applied: Applied, argument: str) -> None:
@@ -58,8 +55,7 @@ def offload_sequential(applied: Applied, argument: str) -> None:
 def offload_group(applied: Applied, argument: str) -> None:
     """Layers copied to the device on a stream of their own while the one before is computing."""
     for part in applied.own_all().values():
-        stream = accelerator.new_stream(applied.device)
-        _offload(part, applied.device, _InTurn(applied.device) if stream is None else _Ahead(stream))
+        _offload(part, applied.device, _Ahead(applied.device))
 
 
 def staying_bytes(part: nn.Module) -> int:
@@ -78,39 +74,22 @@ class _InTurn:
         return {name: accelerator.to_device(layer._parameters[name].data, self._device) for name in names}  # type: ignore[union-attr]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class _WeightsAhead:
-    """Weights on their way to the card."""
-
-    layer: nn.Module
-    tensors: Tensors
-    ready: torch.Event
-    """On the stream that copies."""
-
-
 class _Ahead:
     """A layer's weights while the one before computes. One thread at a time calls a part."""
 
-    def __init__(self, stream: torch.Stream) -> None:
-        self._stream = stream
+    def __init__(self, device: torch.device) -> None:
+        self._copies = CopyAhead(device)
         self._names: dict[nn.Module, tuple[str, ...]] = {}
         self._next: dict[nn.Module, nn.Module] = {}
         """The layer that came after each last time."""
         self._called: set[nn.Module] = set()
         """In the pass now running: a layer that comes again begins another."""
         self._last: nn.Module | None = None
-        self._sent: _WeightsAhead | None = None
 
     def arrive(self, layer: nn.Module, names: tuple[str, ...]) -> Tensors:
         """A layer's weights on the device, and the next one's on their way."""
         self._names[layer] = names
-        computing = accelerator.current_stream(self._stream.device)
-        sent, self._sent = self._sent, None
-        if sent is not None:  # waited for also where another layer comes: their memory is this stream's
-            computing.wait_event(sent.ready)
-        if sent is None or sent.layer is not layer:
-            sent = self._send(layer, computing)
-            computing.wait_event(sent.ready)
+        arrived = self._copies.arrive(layer, self._waiting(layer))
         if layer in self._called:
             self._called.clear()
         elif self._last is not None:
@@ -118,17 +97,12 @@ class _Ahead:
         self._called.add(layer)
         self._last = layer
         if (following := self._next.get(layer)) is not None:
-            self._sent = self._send(following, computing)
-        return sent.tensors
+            self._copies.send(following, self._waiting(following))
+        return arrived
 
-    def _send(self, layer: nn.Module, computing: torch.Stream) -> _WeightsAhead:
-        waiting = {name: layer._parameters[name].data for name in self._names[layer]}  # type: ignore[union-attr]
-        arriving = {name: torch.empty_like(one, device=self._stream.device) for name, one in waiting.items()}
-        self._stream.wait_stream(computing)  # what read this memory before has been given to that one
-        with self._stream:
-            for name, one in waiting.items():
-                arriving[name].copy_(accelerator.pinned(one, self._stream.device), non_blocking=True)
-        return _WeightsAhead(layer, arriving, self._stream.record_event())
+    def _waiting(self, layer: nn.Module) -> Tensors:
+        device = self._copies.device
+        return {name: accelerator.pinned(layer._parameters[name].data, device) for name in self._names[layer]}  # type: ignore[union-attr]
 
 
 def _offload(part: nn.Module, device: torch.device, way: _InTurn | _Ahead) -> None:

@@ -147,6 +147,7 @@ HARMLESS = (
         "budget.*",
         "train.log_every",
         "train.nonfinite_policy",
+        "train.blocks_to_swap",
     ),
     *(
         "data.workers",
