@@ -402,6 +402,32 @@ def test_sizes_share_the_time_and_not_the_number_of_steps(small):
     assert done.count(True) <= 8, "one for one it would be 20 before the small one ends"
 
 
+def test_a_size_that_comes_during_a_long_step_has_the_next(small):
+    steps, order = threading.Semaphore(0), []
+
+    def slow(unet):
+        def call(x, *given):
+            order.append(x.shape[-1])
+            steps.acquire()
+            return unet(x, *given)
+
+        return call
+
+    with Running(small, unet=slow, capacity=2, lanes=1) as running:
+        running.work("large", PictureRequest(prompt="a", seed=1, steps=9, width=64, height=64), "a")
+        while not order:
+            time.sleep(0.01)
+        work = running.work("small", PictureRequest(prompt="a", seed=2, steps=9, width=16, height=16), "b")
+        while work.started_s is None:
+            time.sleep(0.01)
+        steps.release()
+        while len(order) < 2:
+            time.sleep(0.01)
+        assert order == [16, 4]
+        steps.release(99)
+        running.waiting.wait(2)
+
+
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_as_many_sizes_step_at_once_as_there_are_lanes(small, lanes):
     inside, most = [], []
