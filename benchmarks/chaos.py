@@ -6,8 +6,9 @@
 `import`, `prepare`, `delete` and `export` are run under strace, which sends SIGKILL at the n-th system call
 that writes, renames, flushes or removes, for n spread over all such calls; the same command then runs again,
 and its result has to be that of an undisturbed run. `disk-full` and `read-only` run them on a small tmpfs.
-Training, servers and simulated servers are the affair of kill_matrix.py, serve_kills.py and simulation.py,
-which are called with their share of points. `--work` keeps what was done (`points.json`).
+Training, servers (also on a PostgreSQL that is restarted, and with clocks that go back), Ray clusters and
+simulated servers are the affair of kill_matrix.py, serve_kills.py, cluster/kills.py and simulation.py, which
+are called with their share of points. `--work` keeps what was done (`points.json`).
 
 Exit codes: 0 all points survived, 1 something was lost, 3 points are left for another go.
 """
@@ -38,6 +39,12 @@ POINTS = {"import": 30, "prepare": 30, "delete": 20, "export": 20}
 SCRIPTS = {
     "training": (50, ("kill_matrix.py", "--rounds", "50", "--ranks", "2", "--out", "{work}/training.json")),
     "servers": (50, ("serve_kills.py", "{model}", "--rounds", "50", "--out", "{work}/servers.json")),
+    "database": (
+        20,
+        ("serve_kills.py", "{model}", "--rounds", "20", "--database", "--out", "{work}/db.json"),
+    ),
+    "clock": (20, ("serve_kills.py", "{model}", "--rounds", "20", "--clock")),
+    "cluster": (11, ("cluster/kills.py", "--rounds", "11", "--calm", "1", "--out", "{work}/cluster.csv")),
     "simulation": (1000, ("../tests/serve/simulation.py", "0:1000")),
 }
 PICTURES, SIDE, FULL_BYTES = 60, 32, 300_000

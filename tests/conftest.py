@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import pwd
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,12 +22,12 @@ os.environ["DARKROOM_PROVENANCE"] = "0"
 import home  # moves HOME before any library looks for its caches and settings
 import nightly
 from needs import missing
+from own_postgres import PROGRAMS, OwnPostgres
 
 sys.dont_write_bytecode = False
 gc.disable()  # until everything is imported and collected: nearly all of that stays
 LOOKED_AT_ALL_EVERY = 200  # tests
 TESTS = pytest.StashKey[int]()
-PG_PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -110,21 +107,7 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def postgres(tmp_path_factory) -> Iterator[str]:
     """The URL of a PostgreSQL of our own on a local socket."""
-    if not PG_PROGRAMS:
+    if not PROGRAMS:
         missing("no PostgreSQL here: apt-get install postgresql")
-    programs = PG_PROGRAMS[-1].parent
-    folder = Path("/tmp") / f"darkroom-pg-{os.getpid()}"
-    folder.mkdir()
-    user = {}
-    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
-        account = pwd.getpwnam("postgres")
-        os.chown(folder, account.pw_uid, account.pw_gid)
-        user = {"user": account.pw_uid, "group": account.pw_gid}
-    run = {"cwd": folder, "check": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **user}
-    subprocess.run([programs / "initdb", "-D", folder / "data", "-U", "darkroom", "-A", "trust"], **run)
-    options = f"-c listen_addresses='' -c unix_socket_directories='{folder}' -c fsync=off"
-    control = [programs / "pg_ctl", "-D", folder / "data", "-w"]
-    subprocess.run([*control, "-o", options, "-l", folder / "log", "start"], **run)
-    yield f"postgresql+psycopg://darkroom@/postgres?host={folder}"
-    subprocess.run([*control, "-m", "immediate", "stop"], **run)
-    shutil.rmtree(folder, ignore_errors=True)
+    with OwnPostgres(Path("/tmp") / f"darkroom-pg-{os.getpid()}", fsync=False) as database:
+        yield database.url

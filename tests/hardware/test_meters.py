@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -97,32 +98,42 @@ def test_no_counter_is_none(tmp_path):
 HOLES = """
 import ctypes, sys
 from darkroom.hardware.memory import resident_bytes, return_freed
+KiB, block = 2**10, int(sys.argv[2]) * 2**10
 if sys.argv[1] == "returned":
-    assert return_freed(2**20)
+    assert return_freed(1024 * KiB)
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
 libc.free(libc.malloc(16 * 2**20))  # from here on glibc keeps blocks of up to 16 MiB, unless told otherwise
 before = resident_bytes()
-blocks = [libc.malloc(2 * 2**20) for _ in range(100)]
-for block in blocks:
-    ctypes.memset(block, 1, 2 * 2**20)
-for block in blocks[:99:2]:  # the last one lives on, as those between
-    libc.free(block)
+blocks = [libc.malloc(block) for _ in range(200 * 1024 * KiB // block)]
+for one in blocks:
+    ctypes.memset(one, 1, block)
+for one in blocks[:-1:2]:  # the last one lives on, as those between
+    libc.free(one)
 print((resident_bytes() - before) // 2**20)
 """
 
 
+def held_mib(way: str, block_kib: int, **variables: str) -> int:
+    """Of 200 MiB in such blocks, half of which was freed, each beside one that lives on."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    run = [sys.executable, "-c", HOLES, way, str(block_kib)]
+    return int(subprocess.run(run, capture_output=True, text=True, check=True, env=own | variables).stdout)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
 def test_freed_blocks_among_others_are_given_back():
-    """Half of 200 MiB lives on: the other half is held in holes, unless it is given back."""
-    held = {
-        way: int(
-            subprocess.run(
-                [sys.executable, "-c", HOLES, way], capture_output=True, text=True, check=True
-            ).stdout
-        )
-        for way in ("kept", "returned")
-    }
-    assert 190 <= held["kept"] <= 215
-    assert 90 <= held["returned"] <= 115
+    """The half that was freed is held in holes, unless it is given back."""
+    assert 190 <= held_mib("kept", 2048) <= 215
+    assert 90 <= held_mib("returned", 2048) <= 115
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
+def test_whoever_has_smaller_blocks_given_back_by_glibcs_variables_keeps_it():
+    smaller = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    assert 90 <= held_mib("returned", 256, **smaller) <= 115
+    assert 190 <= held_mib("returned", 256) <= 215
+    larger = {name: str(2**30) for name in smaller}
+    assert 90 <= held_mib("returned", 2048, **larger) <= 115
+    assert 190 <= held_mib("kept", 2048, **larger) <= 215

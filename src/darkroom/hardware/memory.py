@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import sys
 import weakref
 
@@ -14,6 +15,7 @@ from darkroom.hardware import accelerator
 from darkroom.hardware.system import MAPS, peak_resident_bytes, reset_peak_resident
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
+_THRESHOLDS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 _DONTNEED = 4  # of madvise: drop the pages; those of a mapped file stay in it
 _watching: weakref.WeakSet[PeakMemory] = weakref.WeakSet()
 
@@ -61,11 +63,14 @@ def return_freed(least_bytes: int) -> bool:
     """Have glibc give freed blocks of so many bytes and more back at once: resident memory follows what is
     alive, where else blocks that are freed among others that live on leave holes.
 
-    Costs some speed: each such block is zeroed anew. It is the process's from then on. False where there is
-    no glibc.
+    Costs some speed: each such block is zeroed anew. It is the process's from then on; where glibc's own
+    variables have smaller blocks given back, they stay. False where there is no glibc.
     """
     if not sys.platform.startswith("linux"):
         return False
+    given = [os.environ.get(name, "") for name in _THRESHOLDS]
+    if all(value.isdigit() and int(value) <= least_bytes for value in given):
+        return True
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         return all(library.mallopt(name, least_bytes) for name in (_MMAP_THRESHOLD, _TRIM_THRESHOLD))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -180,14 +180,9 @@ class HiresChoice(_Strict):
     )
 
 
-class PictureRequest(_Strict):
-    """Pictures of one prompt. None leaves a choice to the model. The server's `Limits` bound it further."""
+class OwnSettings(BaseModel):
+    """darkroom's own settings, by the same names in every dialect that has none for them."""
 
-    prompt: str = Field(max_length=100_000, description="what to draw")
-    model: str | None = Field(None, max_length=500, description="of the server's; None: its first")
-    negative: str | None = Field(None, max_length=100_000, description="what to steer away from")
-    num: int = Field(1, ge=1, le=1000, description="pictures; the i-th has seed + i")
-    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="None: drawn when the job is accepted")
     variation_seed: int | None = Field(
         None,
         ge=0,
@@ -201,17 +196,6 @@ class PictureRequest(_Strict):
         None, ge=8, le=8192, description="of the picture whose noise is kept in the middle; with seed_height"
     )
     seed_height: int | None = Field(None, ge=8, le=8192)
-    width: int | None = Field(None, ge=8, le=8192, description="pixels; None: the model's own")
-    height: int | None = Field(None, ge=8, le=8192, description="pixels; None: the model's own")
-    steps: int | None = Field(None, ge=1, le=1000, description="None: 30, with lcm 4")
-    guidance: float | None = Field(
-        None,
-        ge=0,
-        le=1000,
-        allow_inf_nan=False,
-        description="above 1 is on; None: the model's own, else 7.5, with lcm 1",
-    )
-    solver: str | None = Field(None, max_length=40, description="None: the scheduler in the model's folder")
     guidance_rescale: float = Field(0.0, ge=0, le=1, allow_inf_nan=False, description="less contrast")
     eta: float = Field(0.0, ge=0, le=1, allow_inf_nan=False, description="noise of ddim")
     karras: bool | None = Field(None, description="Karras sigmas; None: as the scheduler says")
@@ -222,9 +206,6 @@ class PictureRequest(_Strict):
         "none", description="syntax of weights in the prompts; none: brackets mean what they say"
     )
     clip_skip: int = Field(0, ge=0, le=100, description="last layers of the text encoder left out")
-    strength: float | None = Field(
-        None, gt=0, le=1, allow_inf_nan=False, description="with an uploaded picture: how much of it to redo"
-    )
     only_masked: int | None = Field(
         None,
         ge=0,
@@ -240,14 +221,58 @@ class PictureRequest(_Strict):
     adapters: tuple[AdapterChoice, ...] = Field(
         (), max_length=MOST_ADAPTERS, description="of the server's folder"
     )
-    controls: tuple[ControlChoice, ...] = Field(
-        (), max_length=MOST_CONTROLS, description="nets of the server's folder, each with a picture"
-    )
     priority: Literal["low", "normal", "high"] = Field(
         "normal", description="among the jobs of one's own key; it takes nothing from others"
     )
     deadline_s: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="given up when it is not done so long after acceptance"
+    )
+
+    @field_validator("adapters", mode="before")
+    @classmethod
+    def _from_list(cls, given: Any) -> Any:
+        # Here, for a tuple's length is looked at only after all that is in it.
+        if isinstance(given, (list, tuple)) and len(given) > MOST_ADAPTERS:
+            raise ValueError(f"at most {MOST_ADAPTERS}")
+        return tuple(given) if isinstance(given, list) else given
+
+    @model_validator(mode="after")
+    def _whole_seed_size(self) -> Self:
+        if (self.seed_width is None) != (self.seed_height is None):
+            raise ValueError("seed_width and seed_height go together")
+        return self
+
+    def own(self) -> dict[str, Any]:
+        """These settings by name."""
+        return {name: getattr(self, name) for name in OwnSettings.model_fields}
+
+
+class PictureRequest(OwnSettings):
+    """Pictures of one prompt. None leaves a choice to the model. The server's `Limits` bound it further."""
+
+    model_config = _Strict.model_config
+
+    prompt: str = Field(max_length=100_000, description="what to draw")
+    model: str | None = Field(None, max_length=500, description="of the server's; None: its first")
+    negative: str | None = Field(None, max_length=100_000, description="what to steer away from")
+    num: int = Field(1, ge=1, le=1000, description="pictures; the i-th has seed + i")
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="None: drawn when the job is accepted")
+    width: int | None = Field(None, ge=8, le=8192, description="pixels; None: the model's own")
+    height: int | None = Field(None, ge=8, le=8192, description="pixels; None: the model's own")
+    steps: int | None = Field(None, ge=1, le=1000, description="None: 30, with lcm 4")
+    guidance: float | None = Field(
+        None,
+        ge=0,
+        le=1000,
+        allow_inf_nan=False,
+        description="above 1 is on; None: the model's own, else 7.5, with lcm 1",
+    )
+    solver: str | None = Field(None, max_length=40, description="None: the scheduler in the model's folder")
+    strength: float | None = Field(
+        None, gt=0, le=1, allow_inf_nan=False, description="with an uploaded picture: how much of it to redo"
+    )
+    controls: tuple[ControlChoice, ...] = Field(
+        (), max_length=MOST_CONTROLS, description="nets of the server's folder, each with a picture"
     )
     previews: int = Field(0, ge=0, le=100, description="intermediate pictures, evenly spread over the steps")
 
@@ -258,26 +283,12 @@ class PictureRequest(_Strict):
             raise ValueError("must not hold a NUL character")
         return text
 
-    @field_validator("adapters", mode="before")
-    @classmethod
-    def _from_list(cls, given: Any) -> Any:
-        # Here, for a tuple's length is looked at only after all that is in it.
-        if isinstance(given, (list, tuple)) and len(given) > MOST_ADAPTERS:
-            raise ValueError(f"at most {MOST_ADAPTERS}")
-        return tuple(given) if isinstance(given, list) else given
-
     @field_validator("controls", mode="before")
     @classmethod
     def _controls_from_list(cls, given: Any) -> Any:
         if isinstance(given, (list, tuple)) and len(given) > MOST_CONTROLS:
             raise ValueError(f"at most {MOST_CONTROLS}")
         return tuple(given) if isinstance(given, list) else given
-
-    @model_validator(mode="after")
-    def _whole_seed_size(self) -> PictureRequest:
-        if (self.seed_width is None) != (self.seed_height is None):
-            raise ValueError("seed_width and seed_height go together")
-        return self
 
     @property
     def seed_size(self) -> tuple[int, int] | None:

@@ -38,7 +38,7 @@ def latents(model: Any, seed: int, backend: Backend | None = None, **more: Any) 
 def test_replayed_steps_make_the_plain_pictures(tiny, captured, names):
     backend = opened(tiny, *names)
     for seed in (1, 2):
-        torch.testing.assert_close(latents(tiny, seed, backend), latents(tiny, seed), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(latents(tiny, seed, backend), latents(tiny, seed), atol=1e-4, rtol=1e-5)
     assert not torch.allclose(latents(tiny, 1), latents(tiny, 2), atol=0.1), "the control"
     [graph] = captured.graphs
     assert graph.replays == 2 * SETTINGS["steps"]
@@ -50,7 +50,7 @@ def test_each_size_has_a_graph_up_to_a_bound(tiny, captured, monkeypatch, caplog
     backend = opened(tiny)
     for size in ((32, 32), (64, 32), (32, 32), (32, 64), (32, 64)):
         plain = latents(tiny, 3, size=size)
-        torch.testing.assert_close(latents(tiny, 3, backend, size=size), plain, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(latents(tiny, 3, backend, size=size), plain, atol=1e-4, rtol=1e-5)
     assert len(captured.graphs) == 2
     said = [record.getMessage() for record in caplog.records]
     assert said == ["2 sizes are kept; further ones run without"]
@@ -62,7 +62,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_so(tiny, captured, caplo
     hook = tiny.unet.mid_block.register_forward_hook(lambda *given: read.append(float(given[-1].sum())))
     try:
         backend = opened(tiny)
-        torch.testing.assert_close(latents(tiny, 1, backend), latents(tiny, 1), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(latents(tiny, 1, backend), latents(tiny, 1), atol=1e-4, rtol=1e-5)
         latents(tiny, 2, backend)
     finally:
         hook.remove()

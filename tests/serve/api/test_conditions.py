@@ -282,6 +282,42 @@ def test_every_dialect_takes_nets(http, nets, small):
         assert difference(picture_of(ask(http, dialect, []), dialect), lone) >= 4, dialect
 
 
+def test_two_weights_of_a_tag_and_a_second_pass_in_every_dialect(http, small, adapter_folder):
+    """`<lora:NAME:TEXT:UNET>` and hires, against the lone run of the adapter so weighted."""
+    prompt, second = "a horse <lora:style1:0.3:0.9>", {"scale": 1.5, "strength": 0.5}
+    name = http.get("/model").json()["name"]
+    told = {"seed": 5, "num_inference_steps": 4, "hires": second}
+    hires_of_a1111 = {"enable_hr": True, "hr_scale": 1.5, "denoising_strength": 0.5, "hr_upscaler": "Latent"}
+    hires_of_a1111["hr_second_pass_steps"] = 2  # taken; ours are those of which the strength is a share
+    data = {"name": "prompt", "shape": [1], "datatype": "BYTES", "data": [prompt]}
+    answers = {
+        "openai": http.post(
+            "/v1/images/generations", json={**told, "prompt": prompt, "response_format": "b64_json"}
+        ),
+        "huggingface": http.post("/", json={"inputs": prompt, "parameters": told}),
+        "kserve": http.post(
+            f"/v2/models/{name}/infer",
+            json={"inputs": [data], "parameters": {**told, "hires": json.dumps(second)}},
+        ),
+        "a1111": http.post("/sdapi/v1/txt2img", json={**QUICK, "prompt": prompt, **hires_of_a1111}),
+    }
+    lone, other, small_one = (
+        sample.generate(
+            small,
+            prompt.replace("0.3:0.9", weights),
+            adapters={"style1": adapter_folder / "style1.safetensors"},
+            hires=hires,
+            **ALONE,
+        )[0].image
+        for weights, hires in (("0.3:0.9", Hires(**second)), ("0.9:0.3", Hires(**second)), ("0.3:0.9", None))
+    )
+    assert lone.size == (48, 48)
+    assert small_one.size == (32, 32)
+    assert difference(lone, other) >= 3
+    for dialect, answer in answers.items():
+        assert difference(picture_of(answer, dialect), lone) <= 2, dialect
+
+
 def test_a_picture_to_start_from_goes_with_nets(http, nets, small):
     start = steering(3)
     told = {"steps": 4, "seed": 5, "strength": 0.8, "optimise": "none", "notice": lambda _: None}

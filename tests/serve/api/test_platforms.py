@@ -182,6 +182,12 @@ def test_vertex_answers_both_forms(vertex):
     with_adapter = {**told, "lora_id": "style1"}
     other = vertex.post(PREDICT, json={**body, "parameters": with_adapter}).json()["predictions"]
     assert difference(opened(other[0]["output"]), plain) >= 10
+    own = {**told, "adapters": [{"name": "style1"}], "hires": {"scale": 1.5}}
+    larger = vertex.post(PREDICT, json={**body, "parameters": own}).json()["predictions"]
+    assert opened(larger[0]["output"]).size == (48, 48)
+    alike = {**own, "adapters": [], "lora_id": "style1"}
+    named = vertex.post(PREDICT, json={**body, "parameters": alike}).json()["predictions"]
+    assert difference(opened(named[0]["output"]), opened(larger[0]["output"])) <= 1
 
 
 @pytest.mark.parametrize(
@@ -228,9 +234,12 @@ def test_what_may_not_fit_into_an_answer_is_refused_before_it_is_drawn(run_http)
         body = {"instances": [{"prompt": "a"}, {"text": "b"}, {"text": "c"}], "parameters": parameters}
         told = await http.post("/predict", json=body)
         few = {"instances": body["instances"], "parameters": {**parameters, "width": 32, "height": 32}}
-        return told, await http.post("/predict", json=few), await core.jobs(key="platform")
+        larger = {**parameters, "width": 512, "height": 512, "hires": {"scale": 2}}
+        grown = await http.post("/predict", json={**body, "parameters": larger})
+        return told, grown, await http.post("/predict", json=few), await core.jobs(key="platform")
 
-    told, few, jobs = run_http(scenario, vertex=routes)
+    told, grown, few, jobs = run_http(scenario, vertex=routes)
+    assert grown.json() == told.json()
     assert (told.status_code, told.json()["code"]) == (422, "too_large")
     assert told.json()["error"].startswith("at most 14 pictures of 1024x1024 fit")
     assert (few.status_code, len(few.json()["predictions"])) == (200, 15)

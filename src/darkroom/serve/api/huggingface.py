@@ -26,8 +26,8 @@ from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import (
     MAX_SEED,
     MOST_CONTROLS,
-    AdapterChoice,
     ControlGiven,
+    OwnSettings,
     PictureRequest,
     Uploads,
 )
@@ -35,8 +35,8 @@ from darkroom.serve.request import (
 PICTURE = {200: {"content": {kind: {} for kind in MEDIA_TYPES.values()}, "description": "the picture"}}
 
 
-class HuggingFaceParameters(BaseModel):
-    """The task's parameters, and darkroom's adapters and controls."""
+class HuggingFaceParameters(OwnSettings):
+    """The task's parameters, and darkroom's own settings and controls."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -47,7 +47,6 @@ class HuggingFaceParameters(BaseModel):
     height: int | None = Field(None, ge=8, le=8192)
     scheduler: str | None = Field(None, max_length=40, description="a solver's name")
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    adapters: list[AdapterChoice] = Field(default_factory=list, max_length=16)
     controls: list[ControlGiven] = Field(default_factory=list, max_length=MOST_CONTROLS)
 
 
@@ -77,8 +76,8 @@ class TextToImage(BaseModel):
             steps=parameters.num_inference_steps,
             guidance=parameters.guidance_scale,
             solver=parameters.scheduler,
-            adapters=tuple(parameters.adapters),
             controls=choices(parameters.controls),
+            **parameters.own(),
         )
 
 

@@ -1,7 +1,8 @@
 """KServe's v2 protocol (open inference): health, the models' metadata, and infer with BYTES tensors.
 
 Prompts come as a BYTES tensor `prompt`; everything else may come as a tensor of one value for all or one for
-each prompt, or in the request's `parameters`. `controls` is a parameter of all prompts, a list or its JSON.
+each prompt, or in the request's `parameters`. darkroom's own settings and `controls` are parameters of all
+prompts; those that are lists or objects may be given as their JSON.
 The answer's tensor `image` holds base64 pictures. Each model has one version, 1, which may be named.
 """
 
@@ -17,18 +18,19 @@ from pydantic import BaseModel, ConfigDict, Field
 import darkroom
 from darkroom.serve.api.shared import (
     MEDIA_TYPES,
+    STRUCTURED,
     all_made,
     choices,
-    controls_of,
     converted,
     encoded,
     pngs_of,
+    read_value,
     route_in,
     sent,
     with_controls,
 )
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import PictureRequest, Refused
+from darkroom.serve.request import ControlGiven, OwnSettings, PictureRequest, Refused
 
 MOST_VALUES = 1000
 TENSORS = {
@@ -180,11 +182,13 @@ async def _inferred(
     if binary:
         raise Refused(415, "binary", "tensors in the JSON only, not in a binary part")
     kind = _format(body)
-    controls = controls_of(body.parameters.pop("controls", []))
-    wanted = [
-        one.model_copy(update={"controls": choices(controls), "model": name})
-        for one in _requests_of(body, core.limits.pictures)
-    ]
+    controls: list[ControlGiven] = read_value("controls", body.parameters.pop("controls", []))
+    own = {
+        field: body.parameters.pop(field) for field in OwnSettings.model_fields if field in body.parameters
+    }
+    own |= {field: read_value(field, own[field]) for field in STRUCTURED if field in own}
+    own |= {"controls": choices(controls), "model": name}
+    wanted = _requests_of(body, own, core.limits.pictures)
     jobs = await all_made(core, request, wanted, uploads=await with_controls(controls))
     pngs = await pngs_of(core, jobs)
     marks = core.provenance
@@ -230,8 +234,8 @@ def _format(body: InferRequest) -> str:
     return given.upper()
 
 
-def _requests_of(body: InferRequest, most: int) -> list[PictureRequest]:
-    """One request for each prompt."""
+def _requests_of(body: InferRequest, own: dict[str, Any], most: int) -> list[PictureRequest]:
+    """One request for each prompt; `own` is what all have."""
     columns: dict[str, list[Any]] = {}
     for tensor in body.inputs:
         field, kind = _known(tensor.name)
@@ -252,7 +256,7 @@ def _requests_of(body: InferRequest, most: int) -> list[PictureRequest]:
     rows = [{field: values[i % len(values)] for field, values in columns.items()} for i in range(num)]
     if len(columns.get("seed", ())) == 1 and num > 1 and isinstance(rows[0]["seed"], int):
         rows = [{**row, "seed": row["seed"] + i} for i, row in enumerate(rows)]
-    return [PictureRequest.model_validate(row) for row in rows]
+    return [PictureRequest.model_validate({**row, **own}) for row in rows]
 
 
 def _known(name: str) -> tuple[str, str]:

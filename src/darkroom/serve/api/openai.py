@@ -9,20 +9,21 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from darkroom.errors import InputError
 from darkroom.options import MAX_SIDE, parse_size
 from darkroom.sample.provenance import Provenance
 from darkroom.serve.api.guard import error_object
 from darkroom.serve.api.shared import (
+    STRUCTURED,
     all_made,
     caller,
     checked,
     choices,
-    controls_of,
     converted,
     encoded,
+    read_value,
     repeatable_ids,
     route_in,
     sent,
@@ -35,10 +36,10 @@ from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import (
     MAX_SEED,
     MOST_CONTROLS,
-    AdapterChoice,
     ControlGiven,
     Event,
     Job,
+    OwnSettings,
     PictureRequest,
     Refused,
     Uploads,
@@ -49,8 +50,8 @@ from darkroom.serve.status import ModelCard
 Format = Literal["png", "jpeg", "webp"]
 
 
-class ImagesRequest(BaseModel):
-    """OpenAI's fields; those after `partial_images` are darkroom's."""
+class ImagesRequest(OwnSettings):
+    """OpenAI's fields; those after `partial_images` are darkroom's, with all of `OwnSettings`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -74,7 +75,6 @@ class ImagesRequest(BaseModel):
     num_inference_steps: int | None = Field(None, ge=1, le=1000)
     guidance_scale: float | None = Field(None, ge=0, le=1000, allow_inf_nan=False)
     solver: str | None = Field(None, max_length=40)
-    adapters: list[AdapterChoice] = Field(default_factory=list, max_length=16)
     controls: list[ControlGiven] = Field(default_factory=list, max_length=MOST_CONTROLS)
 
     def request(self) -> PictureRequest:
@@ -91,9 +91,9 @@ class ImagesRequest(BaseModel):
             steps=self.num_inference_steps,
             guidance=self.guidance_scale,
             solver=self.solver,
-            adapters=tuple(self.adapters),
             controls=choices(self.controls),
             previews=(self.partial_images or 0) if self.stream else 0,
+            **self.own(),
         )
 
 
@@ -187,9 +187,9 @@ MOST_PARTS = 40
 async def _edit(core: Core, request: Request, kind: type[EditsRequest]) -> tuple[EditsRequest, Uploads]:
     """A form as a request: its texts become the numbers that the fields are."""
     texts, images, mask = await _form_of(request, core.limits)
-    controls = controls_of(texts.pop("controls", "[]"))
+    values = {name: read_value(name, texts.pop(name)) for name in STRUCTURED if name in texts}
     # Texts of a form: numbers may be given as such, unlike in JSON.
-    wanted = kind.model_validate_strings(texts).model_copy(update={"controls": controls})
+    wanted = kind.model_validate_strings(texts).model_copy(update=values)
     if references := images[1:]:
         core.card(wanted.model)  # 404 before its nets are looked at
         net = wanted.reference_net or await core.reference_net(wanted.model)
@@ -199,7 +199,7 @@ async def _edit(core: Core, request: Request, kind: type[EditsRequest]) -> tuple
         more = [
             ControlGiven(net=net, image=encoded(one), weight=wanted.reference_weight) for one in references
         ]
-        wanted = wanted.model_copy(update={"controls": [*controls, *more]})
+        wanted = wanted.model_copy(update={"controls": [*wanted.controls, *more]})
     return wanted, Uploads(images[0], mask)
 
 

@@ -29,10 +29,13 @@ from darkroom.serve import logs
 from darkroom.serve.api.guard import check_values
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import (
+    MOST_ADAPTERS,
     MOST_CONTROLS,
+    AdapterChoice,
     ControlChoice,
     ControlGiven,
     ControlUpload,
+    HiresChoice,
     Job,
     PictureRequest,
     Refused,
@@ -325,20 +328,27 @@ def choices(given: Sequence[ControlGiven]) -> tuple[ControlChoice, ...]:
     return tuple(one.choice for one in given)
 
 
-CONTROLS = TypeAdapter(Annotated[list[ControlGiven], Field(max_length=MOST_CONTROLS)])
+STRUCTURED: dict[str, TypeAdapter[Any]] = {
+    "controls": TypeAdapter(Annotated[list[ControlGiven], Field(max_length=MOST_CONTROLS)]),
+    "adapters": TypeAdapter(Annotated[list[AdapterChoice], Field(max_length=MOST_ADAPTERS)]),
+    "hires": TypeAdapter(HiresChoice | None),
+}
+"""Settings that are lists or objects, and what they must be."""
 
 
-def controls_of(given: Any) -> list[ControlGiven]:
-    """Controls of a dialect that has no field for them: a list, or its JSON."""
+def read_value(name: str, given: Any) -> Any:
+    """A setting of `STRUCTURED` in a dialect that has texts and numbers alone: as it is, or as its JSON."""
     try:
         if isinstance(given, str):
             check_values(given.encode("utf-8", "replace"))
-            return CONTROLS.validate_json(given)
-        return CONTROLS.validate_python(given)
+            value = STRUCTURED[name].validate_json(given)
+        else:
+            value = STRUCTURED[name].validate_python(given)
     except ValidationError as error:
         refused = of_validation(error.errors())
-        param = ".".join(filter(None, ("controls", refused.param)))
-        raise Refused(422, refused.code, f"controls: {refused.message}", param=param) from error
+        param = ".".join(filter(None, (name, refused.param)))
+        raise Refused(422, refused.code, f"{name}: {refused.message}", param=param) from error
+    return tuple(value) if name == "adapters" else value
 
 
 def control_pictures(given: Sequence[ControlGiven]) -> tuple[ControlUpload, ...]:

@@ -7,6 +7,7 @@ Model Garden's diffusion containers have it: predictions with `output`). Answers
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ from darkroom.serve.request import (
     AdapterChoice,
     ControlGiven,
     Job,
+    OwnSettings,
     PictureRequest,
     Refused,
 )
@@ -65,8 +67,8 @@ class Instance(BaseModel):
         return self
 
 
-class VertexParameters(BaseModel):
-    """Of all instances. Model Garden's names, and Imagen's where it has one."""
+class VertexParameters(OwnSettings):
+    """Of all instances. Model Garden's names, Imagen's where it has one, and darkroom's own settings."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -83,6 +85,11 @@ class VertexParameters(BaseModel):
     solver: str | None = Field(None, max_length=40)
     model: str | None = Field(None, max_length=500, description="of the server's; none: its first")
     controls: list[ControlGiven] = Field(default_factory=list, max_length=MOST_CONTROLS)
+
+    def all_adapters(self) -> tuple[AdapterChoice, ...]:
+        """That of `lora_id`, then those of darkroom's own setting."""
+        first = (AdapterChoice(name=self.lora_id, weight=self.lora_scale),) if self.lora_id else ()
+        return (*first, *self.adapters)
 
 
 class PredictRequest(BaseModel):
@@ -111,9 +118,7 @@ class PredictRequest(BaseModel):
                 guidance=parameters.guidance_scale,
                 solver=parameters.solver,
                 controls=choices(parameters.controls),
-                adapters=(AdapterChoice(name=parameters.lora_id, weight=parameters.lora_scale),)
-                if parameters.lora_id
-                else (),
+                **parameters.own() | {"adapters": parameters.all_adapters()},
             )
             for i, one in enumerate(self.instances)
         ]
@@ -169,7 +174,11 @@ def _predictions(body: PredictRequest, jobs: list[Job], pictures: list[str]) -> 
 def _check_answer(body: PredictRequest, card: ModelCard) -> None:
     """422 where the pictures might not fit into one answer: before the first of them is drawn."""
     parameters = body.parameters
-    width, height = parameters.width or card.width, parameters.height or card.height
+    larger = parameters.hires.scale if parameters.hires is not None else 1
+    width, height = (
+        math.ceil(side * larger)
+        for side in (parameters.width or card.width, parameters.height or card.height)
+    )
     texts = max(len(f"{one.prompt}{one.negative}".encode()) for one in body.requests())
     each = width * height * PIXEL_BYTES + PICTURE_BYTES + 2 * texts
     most = int(MOST_BYTES * 3 / 4 / each)

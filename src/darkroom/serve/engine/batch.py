@@ -9,6 +9,7 @@ what one makes is handed on when it is made (`settle`), its memory when both are
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -46,6 +47,8 @@ class Stepped:
     previews: list[tuple[Ticket, int, torch.Tensor]] = field(default_factory=list)
     """Ticket, which preview, and its latents as predicted [C, H, W]."""
     out_of_memory: bool = False
+    rows: int = 0
+    """That took it."""
 
 
 def bucket_of(row: sample.Row) -> Hashable:
@@ -53,8 +56,24 @@ def bucket_of(row: sample.Row) -> Hashable:
     return tuple(row.latents_CHW.shape), row.extra_CHW is None, tuple(sorted(row.positive.added))
 
 
+STEPS_A_TURN = 2
+"""A row sits out so many at a time: the batch is packed anew when one sits out and when it is back."""
+
+
+def _sits_out(step: int, cost: float, least: float) -> bool:
+    """Whether a row of this cost leaves the bucket's `step` to the others, so that it takes a share
+    `least / cost` of the steps: as much of the device as a row of the least cost has.
+    """
+    turn, share = step // STEPS_A_TURN, least / cost
+    return math.ceil((turn + 1) * share - 1e-9) == math.ceil(turn * share - 1e-9)
+
+
 class Bucket:
-    """The rows of one size on their way."""
+    """The rows of one size on their way.
+
+    Each pays for its own nets: a row with nets sits out some steps where others have fewer, and these are
+    then no slower than among others like themselves.
+    """
 
     def __init__(self, had_s: float = 0.0) -> None:
         self.had_s = had_s
@@ -62,6 +81,8 @@ class Bucket:
         had least is next, so that a large size takes no more of the device than a small one."""
         self.tickets: list[Ticket] = []
         self._batch: sample.RunningBatch | None = None
+        self._packed: list[Ticket] = []
+        self._step = 0
         self.meter_s = 0.0
         """Seconds that one evaluation a step has cost since the bucket was made."""
 
@@ -88,17 +109,26 @@ class Bucket:
     def _unpack(self) -> None:
         if self._batch is not None:
             self._batch.unpack()
-            self._batch = None
+        self._batch, self._packed = None, []
+
+    def _next(self) -> list[Ticket]:
+        """The tickets whose rows take the next step."""
+        least = min(ticket.shape.net_cost for ticket in self.tickets)
+        step, self._step = self._step, self._step + 1
+        return [ticket for ticket in self.tickets if not _sits_out(step, ticket.shape.net_cost, least)]
 
     def step(self, unet: Unet, pace: Callable[[], None] = lambda: None) -> Stepped:
-        """One step with every row; `pace` waits for what is to be counted as its time. A failure is traced to
-        its row by stepping each alone.
+        """One step of the rows whose turn it is; `pace` waits for what is to be counted as its time. A
+        failure is traced to its row by stepping each alone.
         """
         start = time.perf_counter()
-        stepped = Stepped(0.0, sum(ticket.work.shape.row_cost for ticket in self.tickets))
+        now = self._next()
+        if now != self._packed:
+            self._unpack()
+        stepped = Stepped(0.0, sum(ticket.work.shape.row_cost for ticket in now), rows=len(now))
         failed = False
         try:
-            self._together(unet, stepped)
+            self._together(unet, now, stepped)
             pace()
         except DEVICE_LOST as error:
             if not isinstance(error, torch.OutOfMemoryError):
@@ -107,32 +137,36 @@ class Bucket:
         except Exception as error:
             failed, stepped.out_of_memory = True, is_out_of_memory(error)
         if failed:  # here, where the error no longer holds the step's tensors
-            self._apart(unet, stepped)
+            self._apart(unet, now, stepped)
         stepped.wall_s = time.perf_counter() - start
-        self.meter_s += stepped.wall_s / stepped.evaluations
+        cost_s = stepped.wall_s / stepped.evaluations
+        self.meter_s += cost_s
+        if len(now) < len(self.tickets):
+            for ticket in self.tickets:
+                if ticket not in now:
+                    ticket.meter_s += cost_s
         done = [ticket for ticket in self.tickets if ticket.row is not None and ticket.row.done]
         stepped.finished = done
         if done or stepped.failed:
             self._leave([*done, *(ticket for ticket, _ in stepped.failed)])
         return stepped
 
-    def _together(self, unet: Unet, stepped: Stepped) -> None:
+    def _together(self, unet: Unet, now: list[Ticket], stepped: Stepped) -> None:
         if self._batch is None:
-            self._batch = sample.RunningBatch(
-                [ticket.row for ticket in self.tickets if ticket.row is not None]
-            )
+            self._batch = sample.RunningBatch([ticket.row for ticket in now if ticket.row is not None])
+            self._packed = now
         _, x0_BCHW = self._batch.advance(unet)
-        for i, ticket in enumerate(self.tickets):
+        for i, ticket in enumerate(now):
             if ticket.preview_at and ticket.step in ticket.preview_at:
                 stepped.previews.append((ticket, ticket.preview_at[ticket.step], x0_BCHW[i]))
             if ticket.glance:
                 ticket.glance = False
                 stepped.previews.append((ticket, GLANCE, x0_BCHW[i]))
 
-    def _apart(self, unet: Unet, stepped: Stepped) -> None:
+    def _apart(self, unet: Unet, now: Sequence[Ticket], stepped: Stepped) -> None:
         """Each row by itself: those that fail alone too are to blame."""
         self._unpack()
-        for ticket in self.tickets:
+        for ticket in now:
             assert ticket.row is not None
             try:
                 sample.advance(unet, [ticket.row])

@@ -463,7 +463,7 @@ class Engine:
         self.step_s = stepped.wall_s
         self.metrics.step_seconds.observe(stepped.wall_s)
         self.metrics.evaluations.observe(stepped.evaluations)
-        self.metrics.steps.inc(len(bucket.tickets) + len(gone))
+        self.metrics.steps.inc(stepped.rows)
         self._part(gone)
         self._previews += stepped.previews
         for ticket, error in stepped.failed:
