@@ -238,6 +238,10 @@ def test_bytes_of_pictures_that_came_with_jobs_are_counted_once() -> None:
     more = uploads_refused(intake, pool, lives, upload_of(1401))
     assert more is not None
     assert more.retry_after_s == sum(costs), "b's pictures are d's too: not before that is over"
+    with intake.reserved("a", 1, upload_of(100)):
+        assert uploads_refused(intake, pool, lives, upload_of(100)) is None
+        assert uploads_refused(intake, pool, lives, upload_of(101)) is not None
+    assert uploads_refused(intake, pool, lives, upload_of(101)) is None
     lives.add(live_of("e", 32, upload_of(1)))
     more = uploads_refused(intake, pool, lives, upload_of(1402))
     assert more is not None
@@ -254,10 +258,6 @@ def test_bytes_of_pictures_that_jobs_share_are_reserved_once() -> None:
         assert "pictures of 1200 bytes" in str(uploads_refused(intake, pool, lives, upload_of(801)))
     lives.forget(next(iter(lives)))
     assert uploads_refused(intake, pool, lives, upload_of(2000)) is None
-    with intake.reserved("a", 1, upload_of(100)):
-        assert uploads_refused(intake, pool, lives, upload_of(100)) is None
-        assert uploads_refused(intake, pool, lives, upload_of(101)) is not None
-    assert uploads_refused(intake, pool, lives, upload_of(101)) is None
 
 
 def test_jobs_are_found_until_they_are_forgotten() -> None:

@@ -69,7 +69,7 @@ def _kept_at_home(part: nn.Module) -> Callable[[], None]:
         own = {
             id(layer._parameters[name]): at for layer, all_ in at_home.items() for name, at in all_.items()
         }
-        part._apply(lambda tensor: own.get(id(tensor), tensor))
+        part._apply(lambda tensor: own.get(id(tensor), tensor))  # type: ignore[no-untyped-call]
 
     return put_back
 
