@@ -347,7 +347,7 @@ def test_options_of_a_model_may_have_other_names_and_be_left_out():
     ("given", "line"),
     [
         ({"title": "a", "mount": "wood"}, "--mount wood; allowed: glass, card"),
-        ({"title": "a", "width": 1}, "--breadth 1; allowed: greater than or equal to 2"),
+        ({"title": "a", "width": 1}, "--breadth 1; allowed: at least 2"),
     ],
 )
 def test_a_value_that_the_model_refuses_is_named_by_its_option(given, line):

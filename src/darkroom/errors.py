@@ -19,6 +19,7 @@ import difflib
 import errno
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,58 @@ def _number(error: BaseException) -> int | None:
     if match is None:
         return None
     return WINDOWS.get(int(match[1])) if sys.platform == "win32" else int(match[1])
+
+
+ALLOWED = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    "int_parsing_size": "a whole number of fewer digits",
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    "finite_number": "a finite number",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    "string_type": "text",
+    "string_too_short": "at least {min_length} characters",
+    "string_too_long": "at most {max_length} characters",
+    "string_pattern_mismatch": "of the form {pattern}",
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object with fields"),
+    "too_short": "at least {min_length} values",
+    "too_long": "at most {max_length} values",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+    "enum": "{expected}",
+}
+"""What a field may be, by the kind of a mistake, in pydantic's terms."""
+COUNTED = ("string_too_short", "string_too_long", "too_short", "too_long")
+NO_VALUE = {"missing": "missing", "extra_forbidden": "no such field"}
+
+
+def allowed_of(mistake: Mapping[str, Any]) -> str:
+    """What is allowed in the place of one of a `ValidationError`'s mistakes, in a few words."""
+    if (allowed := ALLOWED.get(mistake["type"])) is None:
+        return str(mistake["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    limits = mistake.get("ctx", {})
+    return allowed.format(
+        **{key: f"{one:.12g}" if isinstance(one, float) else one for key, one in limits.items()}
+    )
+
+
+def fault_of(mistake: Mapping[str, Any]) -> str:
+    """The same as what is wrong: "must be ..."; the value given is not repeated."""
+    kind, message = mistake["type"], str(mistake["msg"])
+    if kind in NO_VALUE:
+        return NO_VALUE[kind]
+    if kind in ALLOWED or message.startswith("Input should be "):
+        return f"must {'have' if kind in COUNTED else 'be'} {allowed_of(mistake)}"
+    return allowed_of(mistake)
+
+
+def first_fault(mistakes: Sequence[Mapping[str, Any]]) -> str:
+    """The first of a `ValidationError`'s mistakes with its field's name, in one line."""
+    where = ".".join(map(str, mistakes[0]["loc"]))
+    return f"{where}: {fault_of(mistakes[0])}" if where else fault_of(mistakes[0])
 
 
 def first_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from darkroom.errors import InputError
+from darkroom.errors import InputError, allowed_of
 from darkroom.options import FLOW_SOLVER_NAMES, MAX_SIDE, SOLVER_NAMES, Sigmas, parse_solver
 
 MAX_STEPS = 1000
@@ -194,8 +194,7 @@ def checked(cls: type[Settings], given: dict[str, Any], prefix: str = "") -> Set
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        allowed = first["msg"].removeprefix("Input should be ")
-        raise InputError(f"{prefix}{name}: {first.get('input')!r}", allowed=allowed) from error
+        raise InputError(f"{prefix}{name}: {first.get('input')!r}", allowed=allowed_of(first)) from error
 
 
 class PictureSettings(BaseModel):

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from darkroom.errors import InputError
+from darkroom.errors import InputError, first_fault
 from darkroom.hardware.system import atomic_replace, sync_file
 
 Row = TypeVar("Row", bound=BaseModel)
@@ -68,8 +68,7 @@ def _name(kind: type[BaseModel]) -> str:
 def _reason(error: Exception) -> str:
     """Why, in one line."""
     if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        return first_fault(error.errors())
     return " ".join(str(error).split())[:200]
 
 

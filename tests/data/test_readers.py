@@ -457,8 +457,8 @@ def test_an_mds_index_cannot_lead_out(tmp_path):
             {"column_names": ["image"] * 3, "column_encodings": ["png"] * 3, "column_sizes": [None] * 3},
             "twice",
         ),
-        ({"samples": -1}, "samples .*greater than or equal to 0"),
-        ({"raw_data": {"basename": 5}}, "raw_data.basename .*string"),
+        ({"samples": -1}, "samples: must be at least 0"),
+        ({"raw_data": {"basename": 5}}, "raw_data.basename: must be text"),
     ],
 )
 def test_an_mds_index_at_odds_with_itself_is_refused(tmp_path, change, said):

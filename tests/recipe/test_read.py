@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,28 @@ def test_a_recipe_is_read_with_its_defaults(recipe_file):
     assert recipe.optim.lr == 1e-4  # PyYAML reads 1e-4 as text
     assert recipe.data.encode == "stored"
     assert recipe.train.global_batch == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "task: pretrain\noptim: [\n",
+            r"while parsing a flow node; expected the node content, .* \(line 3, column 1\)",
+        ),
+        ("task: pretrain\n  lr: 1\n", r"mapping values are not allowed here \(line 2, column 5\)"),
+        ("task: 'a\n", r"while scanning a quoted scalar \(line 1, column 7\); found unexpected end.*"),
+        ("task: a\x07b\n", r"position 7: the character '\\x07'"),
+        ("task: a\ntask: b\n", r"the key 'task' is given twice \(line 2, column 1\)"),
+        ("task: *x\n", r"found undefined alias 'x' \(line 1, column 7\)"),
+    ],
+)
+def test_what_is_no_yaml_is_told_with_its_file_and_place(recipe_file, text, why):
+    recipe_file.write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        read_recipe(recipe_file)
+    assert "unicode string" not in str(caught.value)
+    assert re.fullmatch(rf"{re.escape(str(recipe_file))}: not readable as YAML: {why}", str(caught.value))
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
@@ -87,12 +110,12 @@ def test_a_resolved_recipe_reads_back_the_same(recipe_file, tmp_path):
         ("trian.steps=5", "trian: no such key; allowed: task, model.*did you mean 'train'"),
         ("train.step=5", "train.step: no such key; allowed: steps.*did you mean 'steps'"),
         ("train.ema.decya=0.5", "train.ema.decya: no such key.*did you mean 'decay'"),
-        ("train.steps=many", "train.steps: 'many' was given; allowed: a valid integer"),
-        ("train.steps=0", "train.steps: 0 was given; allowed: greater than 0"),
+        ("train.steps=many", "train.steps: 'many' was given; allowed: a whole number"),
+        ("train.steps=0", "train.steps: 0 was given; allowed: above 0"),
         ("task=trian", "task: 'trian' was given; allowed: 'autoencoder'"),
         ("data.resolution=100", "data.resolution: 100 was given; allowed: a multiple of 8"),
         ("data.store=null", "data.store: missing; say where the pictures are"),
-        ("data.filter=[1]", "data.filter: .1. was given; allowed: a valid string"),
+        ("data.filter=[1]", "data.filter: .1. was given; allowed: text"),
         ("train.steps", "train.steps: not an override; allowed: key=value"),
         ("task.steps=4", "task.steps: 'task' holds a value"),
         ("data.filter=[", "data.filter: not readable as YAML"),
@@ -107,7 +130,7 @@ def test_a_resolved_recipe_reads_back_the_same(recipe_file, tmp_path):
         ("train.steps=010", "^train.steps: not readable as YAML: '010': '010' is another number in other"),
         ("train.steps=1:30", "'1:30' is another number in other versions of YAML"),
         ("model.base=!!binary aGk=", "^model.base: b.hi. was given; allowed: text$"),
-        ("train.steps=" + "a" * 5000, r"^train.steps: 'a{199}\.\.\. was given; allowed: a valid integer"),
+        ("train.steps=" + "a" * 5000, r"^train.steps: 'a{199}\.\.\. was given; allowed: a whole number"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_path(recipe_file, override, message):

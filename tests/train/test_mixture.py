@@ -77,7 +77,7 @@ def test_what_cannot_be_mixed_is_refused(mixed, recipe_of, store_path, tmp_path)
         recipe_of(
             "pretrain", "data.store=null", f"data.stores=[{{store: {store_path}}}, {{store: {store_path}}}]"
         )
-    with pytest.raises(RecipeError, match=r"^data.stores.1.weight: 0 was given; allowed: greater than 0"):
+    with pytest.raises(RecipeError, match=r"^data.stores.1.weight: 0 was given; allowed: above 0"):
         mixed(weights=(1, 0))
     with pytest.raises(RecipeError, match="matches 'width > 20'"):
         train(mixed("data.filter=width > 20"), out=tmp_path / "run", **SILENT)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from darkroom.cli.application import SIZE_HELP, size_of
-from darkroom.errors import InputError
+from darkroom.errors import InputError, allowed_of
 from darkroom.picture_settings import GenerateSettings
 
 
@@ -53,8 +53,7 @@ class OptionsOf:
             name = str(first["loc"][0])
             flag = self.flags.get(name, f"--{name.replace('_', '-')}")
             choices = ", ".join(_choices_of(self.model, name))
-            allowed = choices or first["msg"].removeprefix("Input should be ")
-            raise InputError(f"{flag} {first.get('input')}", allowed=allowed) from error
+            raise InputError(f"{flag} {first.get('input')}", allowed=choices or allowed_of(first)) from error
 
 
 WIDEST = 2**31

@@ -13,7 +13,7 @@ import typer
 from darkroom import options
 from darkroom.cli.application import PROVENANCE_HELP, app
 from darkroom.cli.groups import OptionsOf, grouped
-from darkroom.errors import InputError
+from darkroom.errors import InputError, first_fault
 from darkroom.hardware.system import read_typed
 from darkroom.serve.settings import KeyLimits, Limits, ServeSettings, VertexRoutes, check_paths, models_in
 
@@ -224,8 +224,6 @@ def _limits(said: dict[str, Any]) -> Limits:
     """The file of --limits, then each --limit NAME=VALUE, then the options that have a name of their own."""
     from pydantic import ValidationError
 
-    from darkroom.serve.request import said_of
-
     limits = {} if said["limits"] is None else _limits_file(said["limits"])
     for one in said["limit"] or ():
         name, equals, value = one.partition("=")
@@ -244,27 +242,27 @@ def _limits(said: dict[str, Any]) -> Limits:
         return Limits.model_validate(limits)
     except ValidationError as error:
         first = error.errors()[0]
-        where, why = ".".join(str(part) for part in first["loc"]), said_of(first)
-        mend = ""
+        what, mend = first_fault(error.errors()), ""
         if first["type"] == "extra_forbidden":
             fields = KeyLimits.model_fields if len(first["loc"]) > 1 else Limits.model_fields
             near = difflib.get_close_matches(str(first["loc"][-1]), fields, 1)
-            why, mend = "there is no such limit", f"write {near[0]}" if near else ""
+            what = f"{'.'.join(map(str, first['loc']))}: there is no such limit"
+            mend = f"write {near[0]}" if near else ""
         allowed = "as docs/serving.md lists them, under Limits"
-        raise InputError(f"limit {where}: {why}", allowed=allowed, mend=mend) from error
+        raise InputError(f"limit {what}", allowed=allowed, mend=mend) from error
 
 
 def _limits_file(path: Path) -> dict[str, Any]:
     import yaml
 
-    from darkroom.recipe.read import parse_yaml
+    from darkroom.recipe.read import parse_yaml, yaml_fault
 
     try:
         content = parse_yaml(read_typed(path), max_nodes=MOST_LIMITS)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--limits '{path}' cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise InputError(f"--limits '{path}' is no YAML: {' '.join(str(error).split())}") from error
+        raise InputError(f"--limits '{path}' is no YAML: {yaml_fault(error)}") from error
     if not isinstance(content, dict):
         raise InputError(f"--limits '{path}'", allowed="NAME: VALUE lines, and keys: with limits by key")
     for name, value in content.items():

@@ -319,7 +319,8 @@ def computed_on(module: torch.nn.Module) -> torch.device:
 
 
 def weight_of(layer: torch.nn.Module) -> torch.Tensor:
-    """A layer's weight. Of one that waits elsewhere not the copy of a call, which another stream makes."""
+    """A layer's weight, to read its values: of one that waits elsewhere what waits, in the type that it has
+    there. The copy of a call belongs to another stream, and between calls there may be none."""
     waiting: dict[str, torch.Tensor] = getattr(layer, AT_HOME, {})
     weight: Any = layer.weight
     found: torch.Tensor = waiting.get("weight", weight)

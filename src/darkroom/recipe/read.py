@@ -19,8 +19,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+from yaml.reader import ReaderError
 
-from darkroom.errors import RecipeError
+from darkroom.errors import RecipeError, allowed_of
 from darkroom.hardware.system import read_typed
 from darkroom.recipe.fine_tuning import (
     FINE_TUNING,
@@ -310,6 +311,20 @@ def _wrong(problem: str, mark: Any) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(None, None, problem, mark)
 
 
+def yaml_fault(error: Exception) -> str:
+    """What `parse_yaml` found wrong, and where, in one line; the file is named by who read it."""
+    if isinstance(error, ReaderError):
+        return f"position {error.position:,}: the character {chr(error.character)!a}"
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return " ".join(str(error).split())
+    said: dict[str, str] = {}  # by its place, which what was being read may have in common with its fault
+    for what, mark in ((error.context, error.context_mark), (error.problem, error.problem_mark)):
+        where = "" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})"
+        if what:
+            said[where] = f"{said[where]}; {what}" if where in said else what
+    return " ".join("; ".join(f"{what}{where}" for where, what in said.items()).split())
+
+
 def _shown(value: Any) -> str:
     """A value as it is quoted in a message."""
     text = repr(value)
@@ -324,7 +339,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = parse_yaml(read_typed(path))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(str(path), f"not readable as YAML: {' '.join(str(error).split())}") from error
+        raise RecipeError(str(path), f"not readable as YAML: {yaml_fault(error)}") from error
     if not isinstance(content, dict):
         raise RecipeError(str(path), "not a recipe", allowed=f"a mapping of {', '.join(Recipe.model_fields)}")
     return content
@@ -351,7 +366,7 @@ def _override(content: dict[str, Any], override: str) -> list[str]:
     try:
         content[last] = value.strip() if _is_literal(path, value) else parse_yaml(value)
     except yaml.YAMLError as error:
-        why = getattr(error, "problem", None) or "no YAML"
+        why = getattr(error, "problem", None) or yaml_fault(error)
         raise RecipeError(_shown(path)[1:-1], f"not readable as YAML: {_shown(value)}: {why}") from error
     return [] if path == said else [f"{said} is now {path}; the old name goes with the next release"]
 
@@ -376,7 +391,7 @@ def _error_of(errors: Sequence[ErrorDetails], source: str) -> RecipeError:
         return RecipeError(key, "no such key", allowed=", ".join(names), mend=mend)
     if first["type"] == "missing":
         return RecipeError(key, "missing", mend=more or f"say it in {source} or as {key}=VALUE")
-    allowed = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    allowed = allowed_of(first)
     if not isinstance(first["input"], dict):
         return RecipeError(key, f"{_shown(first['input'])} was given", allowed=allowed, mend=more)
     if first["type"] == "value_error":  # two settings that exclude each other: the message says which

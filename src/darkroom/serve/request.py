@@ -5,7 +5,7 @@ not served, in a form that every API can give in its own shape.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -99,40 +99,6 @@ State = Literal["queued", "running", "done", "failed", "cancelled"]
 FINAL: tuple[State, ...] = ("done", "failed", "cancelled")
 PRIORITIES = {"low": 0, "normal": 1, "high": 2}
 EventKind = Literal["queued", "step", "preview", "done", "failed", "cancelled"]
-
-
-MISTAKES = {
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
-    "int_parsing_size": "must be a whole number of fewer digits",
-    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
-    "finite_number": "must be a finite number",
-    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
-    "string_type": "must be text",
-    "string_too_short": "must have at least {min_length} characters",
-    "string_too_long": "must have at most {max_length} characters",
-    "string_pattern_mismatch": "must be of the form {pattern}",
-    **dict.fromkeys(("list_type", "tuple_type"), "must be a list"),
-    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "must be an object with fields"),
-    "too_short": "must have at least {min_length} values",
-    "too_long": "must have at most {max_length} values",
-    "greater_than": "must be above {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than": "must be below {lt}",
-    "less_than_equal": "must be at most {le}",
-    "literal_error": "must be {expected}",
-    "enum": "must be {expected}",
-    "missing": "missing",
-    "extra_forbidden": "no such field",
-}
-"""What is said of a field by the kind of its mistake, in pydantic's terms."""
-
-
-def said_of(mistake: Mapping[str, Any]) -> str:
-    """One of a `ValidationError`'s mistakes in a few words; the value given is not repeated."""
-    said = MISTAKES.get(mistake["type"])
-    if said is None:
-        return str(mistake["msg"]).removeprefix("Value error, ")
-    return said.format(**mistake.get("ctx", {}))
 
 
 class _Strict(BaseModel):

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from clocked_streams import CPU, Clocked, Stream
-from darkroom import sample
+from darkroom import models, sample
 from darkroom.hardware import accelerator
+from darkroom.models.adapters.adapter import Adapter, Layer
+from darkroom.models.adapters.bank import Bank
+from darkroom.models.adapters.read import adaptable
 from darkroom.sample.backends.backend import torch_backend
 from darkroom.sample.optimisations import offload
 from darkroom.sample.optimisations.applied import Applied
@@ -45,6 +48,51 @@ def test_offloaded_models_make_the_same_pictures(tiny, name):
     ]
     assert (other.latents - plain.latents).abs().max() > 0.1
     assert not any(hasattr(module, "_hf_hook") for module in tiny.unet.modules())
+
+
+def dora_of(model: Any) -> Adapter:
+    """Magnitudes that are told by the weights they are fitted to."""
+    draw = torch.Generator().manual_seed(7)
+    layers = {}
+    for path, layer in adaptable(model).items():
+        if path.endswith("to_q"):
+            outputs, inputs = layer.weight.shape
+            down, up = torch.randn(2, inputs, generator=draw), torch.randn(outputs, 2, generator=draw)
+            layers[path] = Layer(down, up, 0.5, torch.rand(outputs, 1, generator=draw) + 0.5)
+    return Adapter("soft", layers, kind="dora")
+
+
+def assert_fitted_alike(model: Any, plain: Any) -> None:
+    found, right = (Bank(one, slots=1, max_rank=2).stage(dora_of(plain)).changes for one in (model, plain))
+    assert found.keys() == right.keys() != set()
+    for path, change in found.items():
+        for one, other in zip(change.tensors, right[path].tensors, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+
+
+def test_a_dora_is_fitted_to_weights_at_home_while_the_part_is_on_the_device(tiny):
+    """`meta` stands for a card: whatever is read there, or copied back from there, is lost."""
+    applied = Applied(tiny, torch.device("meta"))
+    OPTIMISATIONS["offload_model"].apply(applied, "")
+    unet, vae = applied.model.unet, applied.model.vae
+    unet._hf_hook.pre_forward(unet)
+    assert {p.device.type for p in unet.parameters()} == {"meta"}, "the control: it has moved"
+    setattr(unet, accelerator.COMPUTED_ON, CPU)
+    for encoder in applied.model.text_encoders:
+        setattr(encoder, accelerator.COMPUTED_ON, CPU)
+    assert_fitted_alike(applied.model, tiny)
+    vae._hf_hook.pre_forward(vae)
+    for one, other in zip(unet.parameters(), tiny.unet.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert_fitted_alike(applied.model, tiny)
+
+
+def test_a_dora_is_fitted_to_weights_in_files(tmp_path):
+    models.save(models.create("tiny", seed=1).to(dtype=torch.float16), tmp_path / "model")
+    applied = Applied(models.load(tmp_path / "model", dtype=None), CPU)
+    OPTIMISATIONS["offload_mmap"].apply(applied, "")
+    assert_fitted_alike(applied.model, models.load(tmp_path / "model"))
 
 
 def drawn(model: Any, monkeypatch: Any, *more: str) -> tuple[Clocked, torch.Tensor]:

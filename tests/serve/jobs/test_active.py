@@ -237,11 +237,27 @@ def test_bytes_of_pictures_that_came_with_jobs_are_counted_once() -> None:
     assert refused.retry_after_s == costs[0], "when the first job is over"
     more = uploads_refused(intake, pool, jobs, upload_of(1401))
     assert more is not None
-    assert more.retry_after_s == sum(costs[:2]) != costs[0], "when two are"
+    assert more.retry_after_s == sum(costs), "b's pictures are d's too: not before that is over"
     with intake.reserved("a", 1, upload_of(100)):
         assert uploads_refused(intake, pool, jobs, upload_of(100)) is None
         assert uploads_refused(intake, pool, jobs, upload_of(101)) is not None
     assert uploads_refused(intake, pool, jobs, upload_of(101)) is None
+    jobs.add(active_of("e", 32, upload_of(1)))
+    more = uploads_refused(intake, pool, jobs, upload_of(1402))
+    assert more is not None
+    assert more.retry_after_s == sum(costs), "the control: nobody waits for e"
+
+
+def test_bytes_of_pictures_that_jobs_share_are_reserved_once() -> None:
+    intake, pool, jobs = Intake(Limits(uploads_bytes=2000)), Waiting(), ActiveJobs(Loop(), Metrics())
+    shared = upload_of(1200)
+    with intake.reserved("a", 1, shared), intake.reserved("a", 1, shared):
+        assert uploads_refused(intake, pool, jobs, shared) is None
+        jobs.add(active_of("a", 4, shared))
+        assert uploads_refused(intake, pool, jobs, upload_of(800)) is None
+        assert "pictures of 1200 bytes" in str(uploads_refused(intake, pool, jobs, upload_of(801)))
+    jobs.forget(next(iter(jobs)))
+    assert uploads_refused(intake, pool, jobs, upload_of(2000)) is None
 
 
 def test_jobs_are_found_until_they_are_forgotten() -> None:

@@ -40,7 +40,7 @@ from darkroom.data.importers.source import (
     paths_below,
 )
 from darkroom.data.texts import decode_text
-from darkroom.errors import InputError, is_system_failure
+from darkroom.errors import InputError, first_fault, is_system_failure
 
 INDEX = "index.json"
 COPY_BYTES = 1024**2
@@ -209,9 +209,8 @@ def _shards(folder: Path) -> list[_Shard]:
         content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         shards = [_Shard.model_validate(shard) for shard in content["shards"]]
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"{folder / INDEX} is no index of MDS shards: {where} {first['msg']}") from error
+        why = first_fault(error.errors())
+        raise InputError(f"{folder / INDEX} is no index of MDS shards: {why}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{folder / INDEX} is no index of MDS shards: {error}") from error
     for shard in shards:

@@ -487,11 +487,10 @@ class Bank:
                 if not (factor := factor_of(path)):
                     continue
                 weight, place = accelerator.weight_of(self._known[path]), self._place(path)
-                change = Change.of(layer, weight, factor, place).cast(place, weight.dtype)
+                dtype: torch.dtype = self._known[path].weight.dtype
+                change = Change.of(layer, weight, factor, place).cast(place, dtype)
                 if not all(bool(torch.isfinite(t).all()) for t in change.tensors):
-                    raise ModelError(
-                        f"adapter '{adapter.name}', layer '{path}': too large for {weight.dtype}"
-                    )
+                    raise ModelError(f"adapter '{adapter.name}', layer '{path}': too large for {dtype}")
                 changes[path] = change
         if self.sealed and (new := changes.keys() - self._held.keys()):
             message = f"adapter '{adapter.name}' changes {len(new)} layers that the bank has not reserved"
@@ -596,7 +595,7 @@ class Bank:
         layer: Any = self._held[path]
         if layer.bank_down is not None:
             return
-        weight, place = accelerator.weight_of(layer), self._place(path)
+        weight, place = layer.weight, self._place(path)
         outputs, inputs = weight.shape[0], weight.numel() // weight.shape[0]
         with torch.inference_mode(False):
             nothing = torch.zeros(self.slots + 1, self.max_rank, 1, device=place, dtype=weight.dtype)

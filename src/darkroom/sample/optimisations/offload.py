@@ -16,6 +16,7 @@ the file.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,30 @@ def offload_model(applied: Applied, argument: str) -> None:
         setattr(module, accelerator.COMPUTED_ON, applied.device)
     for name in sorted(parts, key=lambda name: (name == "vae", name == "unet")):  # as they are called
         _, hook = cpu_offload_with_hook(parts[name], applied.device, hook)
+        _move_deltas(parts[name], applied.device)
+        if name != "vae":  # which no other sends away
+            hook.offload = _kept_at_home(parts[name])
+
+
+def _kept_at_home(part: nn.Module) -> Callable[[], None]:
+    """Keep a part's weights in main memory also while it is on the device; what puts them back there.
+
+    An adapter may be fitted to them in another thread meanwhile: those on the device may be freed under it.
+    """
+    at_home = {}
+    for layer in part.modules():
+        if own := {name: p.detach() for name, p in layer._parameters.items() if p is not None}:
+            at_home[layer] = own
+            setattr(layer, accelerator.AT_HOME, own)
+
+    def put_back() -> None:
+        """Nothing is copied: what was on the device is dropped. Buffers stay there."""
+        own = {
+            id(layer._parameters[name]): at for layer, all_ in at_home.items() for name, at in all_.items()
+        }
+        part._apply(lambda tensor: own.get(id(tensor), tensor))  # type: ignore[no-untyped-call]
+
+    return put_back
 
 
 def offload_sequential(applied: Applied, argument: str) -> None:
@@ -118,13 +143,19 @@ def _offload(part: nn.Module, device: torch.device, way: _InTurn | _Ahead) -> No
         for name, buffer in layer._buffers.items():
             if buffer is not None:
                 layer._buffers[name] = buffer.to(device)
-        if isinstance(layer, Banked):  # what adapters add is read whole at each call
+        if names:
+            _stream(layer, names, way)
+    _move_deltas(part, device)
+
+
+def _move_deltas(part: nn.Module, device: torch.device) -> None:
+    """What adapters add to whole weights is read at each call, and no buffer of the layer's."""
+    for layer in part.modules():
+        if isinstance(layer, Banked):
             layer.bank_deltas = {
                 slot: (delta.to(device), None if bias is None else bias.to(device))
                 for slot, (delta, bias) in layer.bank_deltas.items()
             }
-        if names:
-            _stream(layer, names, way)
 
 
 def _stream(layer: nn.Module, names: tuple[str, ...], way: _InTurn | _Ahead) -> None:
@@ -206,6 +237,7 @@ def _read_when_called(layer: nn.Module, dtype: torch.dtype, files: list[tuple[in
         return
     waiting = {name: _still(torch.zeros((), dtype=dtype).expand(p.shape)) for name, p in own.items()}
     in_files = [p for p in own.values() if is_mapped(p, files)]
+    setattr(layer, accelerator.AT_HOME, own)
 
     def arrive(*_: Any) -> None:
         layer._parameters.update({name: _still(p.detach().to(dtype)) for name, p in own.items()})

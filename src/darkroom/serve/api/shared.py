@@ -23,6 +23,7 @@ from fastapi.routing import APIRoute
 from PIL import Image
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
+from darkroom.errors import fault_of
 from darkroom.sample.provenance import Provenance, save_with_metadata
 from darkroom.serve import logs
 from darkroom.serve.api.guard import check_values
@@ -39,7 +40,6 @@ from darkroom.serve.request import (
     PictureRequest,
     Refused,
     Uploads,
-    said_of,
 )
 
 HEARTBEAT_S = 10.0
@@ -250,7 +250,7 @@ def of_validation(errors: Sequence[Any]) -> Refused:
     param = ".".join(where)[:200] or None
     if first["type"] == "json_invalid":
         return Refused(400, "bad_request", "the body is no JSON that can be read")
-    message = said_of(first).encode("ascii", "replace").decode()[:500]
+    message = fault_of(first).encode("ascii", "replace").decode()[:500]
     codes = {"extra_forbidden": "unknown_field", "missing": "missing_field"}
     code = codes.get(first["type"], "invalid_value")
     return Refused(422, code, f"{param or 'the body'}: {message}", param=param)

@@ -162,7 +162,7 @@ class Intake:
         self._limits = limits
         self._rates = _rates_of(limits)
         self._reserved: Counter[str] = Counter()
-        self._reserved_bytes = 0
+        self._reserved_uploads: dict[object, Uploads] = {}
         self._line: list[Reservation] = []
         self._return_shares: dict[str, float] = {}
 
@@ -226,18 +226,20 @@ class Intake:
 
     def check_uploads(self, pool: ModelPool, active_jobs: ActiveJobs, uploads: Uploads | None) -> None:
         """429 where the pictures that came with jobs would be too many bytes; those of one job never are."""
-        held = active_jobs.uploads()
-        there = sum(held.values()) + self._reserved_bytes
+        held = active_jobs.uploads() | {id(one): one.num_bytes for one in self._reserved_uploads.values()}
+        there = sum(held.values())
         if uploads is None or id(uploads) in held or not there:
             return
         too_many = there + uploads.num_bytes - self._limits.uploads_bytes
         if too_many > 0:
-            cost = 0.0
+            cost, jobs_of = 0.0, Counter(id(active.work.uploads) for active in active_jobs)
             for work in (active.work for active in active_jobs):
                 if too_many <= 0:
                     break
                 cost += work.shape.whole_cost * len(work.tickets)
-                too_many -= 0 if work.uploads is None else work.uploads.num_bytes
+                jobs_of[id(work.uploads)] -= 1
+                if work.uploads is not None and not jobs_of[id(work.uploads)]:  # the last that shares them
+                    too_many -= work.uploads.num_bytes
             message = f"pictures of {there} bytes that came with jobs wait already"
             message += f"; at most {self._limits.uploads_bytes} may"
             raise Refused(429, "queue_full", message, retry_after_s=pool.seconds_for(cost) or UNMEASURED_S)
@@ -389,13 +391,14 @@ class Intake:
     @contextmanager
     def reserved(self, key: str, num: int, uploads: Uploads | None = None) -> Iterator[None]:
         """Room in the queue for a job that is being written down."""
-        num_bytes = 0 if uploads is None else uploads.num_bytes
+        this = object()
         self._reserved[key] += num
-        self._reserved_bytes += num_bytes
+        if uploads is not None:
+            self._reserved_uploads[this] = uploads
         try:
             yield
         finally:
-            self._reserved_bytes -= num_bytes
+            self._reserved_uploads.pop(this, None)
             self._reserved[key] -= num
             if not self._reserved[key]:
                 del self._reserved[key]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 import darkroom
-from darkroom.errors import DarkroomError, InputError, first_line, is_system_failure
+from darkroom.errors import DarkroomError, InputError, first_fault, is_system_failure
 from darkroom.serve import logs
 from darkroom.serve.engine import loader as opening
 from darkroom.serve.engine.pool import ModelPool
@@ -175,7 +175,8 @@ class Core:
             await self._loop.in_thread(admission.check_uploads, record, uploads)
             shape = await self._shape(request, uploads)
         except (Refused, ValidationError) as error:
-            await self._end_record(record, "not_possible_any_more", first_line(error))
+            why = first_fault(error.errors()) if isinstance(error, ValidationError) else error.message
+            await self._end_record(record, "not_possible_any_more", why)
             return
         now: Record | None = await asyncio.wrap_future(self.store.find_uid(record.uid))
         # It may have been cancelled meanwhile, or taken up at another try.
