@@ -187,7 +187,9 @@ def test_vertex_answers_both_forms(vertex):
     assert opened(larger[0]["output"]).size == (48, 48)
     alike = {**own, "adapters": [], "lora_id": "style1"}
     named = vertex.post(PREDICT, json={**body, "parameters": alike}).json()["predictions"]
-    assert difference(opened(named[0]["output"]), opened(larger[0]["output"])) <= 1
+    without = vertex.post(PREDICT, json={**body, "parameters": {**own, "adapters": []}}).json()["predictions"]
+    apart = [difference(opened(one[0]["output"]), opened(larger[0]["output"])) for one in (named, without)]
+    assert apart[0] <= 4 <= 10 <= apart[1]  # JPEG makes more of the last bits
 
 
 @pytest.mark.parametrize(
