@@ -98,6 +98,11 @@ async def rate(
     return per_s, mean(s for s, body in zip(took, bodies, strict=True) if body["seed"] in plain)
 
 
+def pairs(one: list[float], other: list[float]) -> zip[tuple[float, float]]:
+    """Those of the same round."""
+    return zip(one, other, strict=True)
+
+
 async def measured(ref: str, count: int, rounds: int, options: list[str]) -> list[dict[str, Any]]:
     """All rows."""
     with tempfile.TemporaryDirectory() as name:
@@ -137,8 +142,10 @@ async def measured(ref: str, count: int, rounds: int, options: list[str]) -> lis
     rows = [{"row": way, "pictures_per_s": median(some), "rounds": some} for way, some in found.items()]
     told = {row["row"]: row["pictures_per_s"] for row in rows}
     rows.append({"row": "gain", "value": told["together"] / told["one at a time"]})
-    rows.append({"row": "slowed", "value": 1 - told["plain beside"] / told["plain alone"]})
-    among = median(waited["together"]) / median(waited["plain beside"]) - 1
+    # Of the pairs of each round: a machine's speed changes from round to round.
+    slowed = (beside / alone for beside, alone in pairs(found["plain beside"], found["plain alone"]))
+    rows.append({"row": "slowed", "value": 1 - median(slowed)})
+    among = median(mixed / plain for mixed, plain in pairs(waited["together"], waited["plain beside"])) - 1
     rows.append({"row": "plain among", "value": among})
     return rows
 

@@ -22,9 +22,9 @@ DDIM = {
 }
 
 
-def tickets(count: int, steps: int = 3, nets: int = 0, value: float = 0.0) -> list[Ticket]:
+def tickets(count: int, steps: int = 3, value: float = 0.0) -> list[Ticket]:
     request = PictureRequest(prompt="a horse", num=count, steps=steps)
-    work = EngineJob("a", "key", request, Shape(16, 16, steps, 1, nets=nets), None)  # type: ignore[arg-type]
+    work = EngineJob("a", "key", request, Shape(16, 16, steps, 1), None)  # type: ignore[arg-type]
     for ticket in work.tickets:
         latents_CHW = torch.full((4, 2, 2), value)
         ticket.row = Row(make_table("ddim", DDIM, steps), latents_CHW, Condition(torch.zeros(7, 8)))
@@ -57,48 +57,6 @@ def test_rows_are_tried_alone_when_nothing_of_the_failed_call_is_held(kind: type
 
 def halves(x: torch.Tensor, *given: Any) -> torch.Tensor:
     return x / 2
-
-
-@pytest.mark.parametrize(("nets", "share"), [(0, 1.0), (1, 2 / 3), (2, 1 / 2)])
-def test_rows_with_nets_sit_out_steps_for_what_their_nets_cost(nets: int, share: float) -> None:
-    plain, steered = tickets(2, steps=36, value=1.0), tickets(2, steps=36, nets=nets, value=3.0)
-    sizes: list[int] = []
-
-    def unet(x: torch.Tensor, *given: Any) -> torch.Tensor:
-        sizes.append(len(x))
-        return halves(x)
-
-    bucket = Bucket()
-    for ticket in [*plain, *steered]:
-        bucket.add(ticket)
-    stepped = [bucket.step(unet) for _ in range(24)]
-    assert [ticket.step for ticket in plain] == [24, 24]
-    assert [ticket.step for ticket in steered] == [round(24 * share)] * 2
-    assert [one.rows for one in stepped] == sizes
-    assert sizes[0] == 4  # a picture of few steps does not begin by waiting
-    while bucket.tickets:
-        stepped.append(bucket.step(unet))
-    paid_s = plain[0].work.device_s + steered[0].work.device_s
-    assert paid_s == pytest.approx(sum(one.wall_s for one in stepped))
-    for ticket in (plain[0], steered[0]):
-        [alone] = tickets(1, steps=36, value=1.0 if ticket is plain[0] else 3.0)
-        lone = Bucket()
-        lone.add(alone)
-        for _ in range(35):
-            lone.step(halves)
-        assert ticket.row is not None
-        assert alone.row is not None
-        assert not torch.equal(alone.row.latents_CHW, ticket.row.latents_CHW)  # a step before its end
-        lone.step(halves)
-        assert torch.equal(alone.row.latents_CHW, ticket.row.latents_CHW)
-
-
-def test_rows_that_cost_the_same_never_sit_out() -> None:
-    bucket = Bucket()
-    for ticket in tickets(3, steps=12, nets=1):
-        bucket.add(ticket)
-    assert [bucket.step(halves).rows for _ in range(12)] == [3] * 12
-    assert bucket.tickets == []
 
 
 def test_rows_of_long_steps_take_turns_and_each_ends_as_alone() -> None:

@@ -10,7 +10,6 @@ what one makes is handed on when it is made (`settle`), its memory when both are
 from __future__ import annotations
 
 import itertools
-import math
 import queue
 import threading
 import time
@@ -59,24 +58,10 @@ def bucket_of(row: sample.Row) -> Hashable:
 
 LONG_STEP_S = 4.0
 """No more rows share a step than take so long: what is so slow gains little by it, and other sizes wait."""
-STEPS_A_TURN = 2
-"""A row sits out so many at a time: the batch is packed anew when one sits out and when it is back."""
-
-
-def _sits_out(step: int, cost: float, least: float) -> bool:
-    """Whether a row of this cost leaves the bucket's `step` to the others, so that it takes a share
-    `least / cost` of the steps: as much of the device as a row of the least cost has.
-    """
-    turn, share = step // STEPS_A_TURN, least / cost
-    return math.ceil((turn + 1) * share - 1e-9) == math.ceil(turn * share - 1e-9)
 
 
 class Bucket:
-    """The rows of one size on their way.
-
-    Each pays for its own nets: a row with nets sits out some steps where others have fewer, and these are
-    then no slower than among others like themselves.
-    """
+    """The rows of one size on their way."""
 
     def __init__(self, had_s: float = 0.0, evaluation_s: float = 0.0) -> None:
         self.evaluation_s = evaluation_s
@@ -87,7 +72,6 @@ class Bucket:
         self.tickets: list[Ticket] = []
         self._batch: sample.RunningBatch | None = None
         self._packed: list[Ticket] = []
-        self._step = 0
         self.meter_s = 0.0
         """Seconds that one evaluation a step has cost since the bucket was made."""
 
@@ -118,9 +102,7 @@ class Bucket:
 
     def _next(self) -> list[Ticket]:
         """The tickets whose rows take the next step."""
-        least = min(ticket.shape.net_cost for ticket in self.tickets)
-        step, self._step = self._step, self._step + 1
-        now = [ticket for ticket in self.tickets if not _sits_out(step, ticket.shape.net_cost, least)]
+        now = list(self.tickets)
         costs_s = itertools.accumulate(ticket.shape.row_cost * self.evaluation_s for ticket in now)
         fits = max(1, sum(cost_s <= LONG_STEP_S for cost_s in costs_s))
         if fits < len(now):  # those left out are first next time

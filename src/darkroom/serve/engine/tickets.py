@@ -177,14 +177,9 @@ class Shape:
     """U-Net calls of one of the solver's steps; `steps` counts the calls."""
 
     @property
-    def net_cost(self) -> float:
-        """How many times the U-Net alone its evaluations cost: each net is about half a U-Net."""
-        return 1 + NET_COST * self.nets
-
-    @property
     def row_cost(self) -> float:
-        """Evaluations a step, with its nets'."""
-        return self.evaluations * self.net_cost
+        """Evaluations a step, with its nets': each is about half a U-Net."""
+        return self.evaluations * (1 + NET_COST * self.nets)
 
     @property
     def solver_steps(self) -> int:
