@@ -66,6 +66,7 @@ def _sources(data: DataSettings) -> list[str]:
 
 
 def check_sources(task: str, data: DataSettings) -> None:
+    """RecipeError unless pictures come from one place, of the kind that the task takes."""
     sources = _sources(data)
     fine = task in FINE_TUNING
     wanted = "data.instance" if is_subject(task) else "data.folder" if fine else "data.store"
@@ -76,6 +77,7 @@ def check_sources(task: str, data: DataSettings) -> None:
 
 
 def check_folder(task: str, data: DataSettings) -> None:
+    """RecipeError for settings of a folder of pictures where they come from a store, and the reverse."""
     stored = bool(data.store or data.stores)
     if data.repeats == "folders" and stored:
         mend = "weigh several stores in data.stores"
@@ -89,6 +91,7 @@ def check_folder(task: str, data: DataSettings) -> None:
 
 
 def check_mixture(task: str, data: DataSettings) -> None:
+    """RecipeError for several stores with a task or settings that take one."""
     stores = data.stores
     if not stores:
         return
@@ -107,6 +110,7 @@ def check_mixture(task: str, data: DataSettings) -> None:
 
 
 def check_sets(task: str, data: DataSettings, train: TrainSettings) -> None:
+    """RecipeError for several sets of pictures with a task or settings that take one."""
     if not data.sets:
         return
     if task not in ("finetune", "lora"):
@@ -167,6 +171,7 @@ def check_text(task: str, data: DataSettings, model: ModelSettings, adapter: Ada
 
 
 def check_masks(data: DataSettings, objective: ObjectiveSettings) -> None:
+    """RecipeError for masks, or a weight of what they leave out, that the pictures cannot have."""
     if data.mask == "alpha" and data.store:
         raise RecipeError(
             "data.mask", "alpha with data.store", allowed="the name of a column of masks; alpha with a folder"
@@ -193,6 +198,7 @@ _OF_ONE = {
 
 
 def check_optimiser(optim: OptimSettings, train: TrainSettings) -> None:
+    """RecipeError for settings that the chosen optimiser has not, or cannot have together."""
     for key, only in _OF_ONE.items():
         given = getattr(optim, key)
         if optim.name != only and given != type(optim).model_fields[key].default:
@@ -297,6 +303,7 @@ def check_extras(task: str, train: TrainSettings, data: DataSettings, *, phases:
 def check_distill(
     task: str, objective: ObjectiveSettings, model: ModelSettings, adapter: AdapterSettings | None
 ) -> None:
+    """RecipeError for what distillation cannot have, or needs and was not given."""
     if task != "distill":
         return
     keys_given = {
@@ -459,6 +466,7 @@ def check_extractor(
 
 
 def check_length(train: TrainSettings, optim: OptimSettings) -> None:
+    """RecipeError for a warm-up or an EMA that does not begin before the end."""
     if optim.warmup_steps > train.steps:
         raise RecipeError(
             "optim.warmup_steps", f"{optim.warmup_steps} is more than train.steps {train.steps}"
@@ -472,6 +480,7 @@ def check_length(train: TrainSettings, optim: OptimSettings) -> None:
 
 
 def check_vae_task(task: str, model: ModelSettings, data: DataSettings, train: TrainSettings) -> None:
+    """RecipeError for what a task that trains a VAE alone cannot have."""
     if model.train_text_encoder:
         raise RecipeError("model.train_text_encoder", f"true, but the task {task} trains a VAE alone")
     if task == "tiny-vae" and train.gradient_checkpointing:
