@@ -23,7 +23,7 @@ import yaml
 
 from darkroom.bill import Bill
 from darkroom.errors import InputError
-from darkroom.hardware.system import atomic_replace, lock_file, remove_file, remove_tree
+from darkroom.hardware.system import lock_file, remove_file, remove_tree, write_atomically
 
 LOG = logging.getLogger("darkroom")
 RECIPE, ENVIRONMENT, METRICS, BILL = "recipe.yaml", "environment.json", "metrics.jsonl", "bill.json"
@@ -46,8 +46,10 @@ class Run:
             raise InputError(f"'{path}' is a run already", mend="choose another folder, or resume it")
         for folder in (run.path, run.checkpoints, run.samples):
             folder.mkdir(parents=True, exist_ok=True)
-        write_whole(run.path / ENVIRONMENT, json.dumps(environment, indent=1, default=str) + "\n")
-        write_whole(run.path / RECIPE, recipe_text)  # last: with it the run exists
+        write_atomically(
+            run.path / ENVIRONMENT, json.dumps(environment, indent=1, default=str) + "\n", durable=True
+        )
+        write_atomically(run.path / RECIPE, recipe_text, durable=True)  # last: with it the run exists
         return run
 
     @classmethod
@@ -114,18 +116,18 @@ class Run:
 
     def set_plan(self, plan: Mapping[str, Any]) -> None:
         """Keep what the plan says of it."""
-        write_whole(self.path / PLAN, json.dumps(_plain(plan), indent=1) + "\n")
+        write_atomically(self.path / PLAN, json.dumps(_plain(plan), indent=1) + "\n", durable=True)
 
     def add_session(self, environment: Mapping[str, Any]) -> None:
         """Note where the run goes on, and keep where it was before."""
         before = self.environment
         sessions = [*before.pop("sessions", []), before]
         text = json.dumps({**environment, "sessions": sessions}, indent=1, default=str)
-        write_whole(self.path / ENVIRONMENT, text + "\n")
+        write_atomically(self.path / ENVIRONMENT, text + "\n", durable=True)
 
     def set_recipe(self, recipe_text: str) -> None:
         """Replace the recipe, where what was changed is harmless."""
-        write_whole(self.path / RECIPE, recipe_text)
+        write_atomically(self.path / RECIPE, recipe_text, durable=True)
 
     def tidy(self) -> None:
         """Clear away what a killed process left half-written; only for who holds the lock."""
@@ -158,7 +160,7 @@ class Run:
         """Drop the rows of steps later than `step`, and a torn one, atomically."""
         if (self.path / METRICS).exists():
             kept = [line for row, line in self._rows() if row["step"] <= step]
-            write_whole(self.path / METRICS, "".join(kept))
+            write_atomically(self.path / METRICS, "".join(kept), durable=True)
 
     def _rows(self) -> Iterator[tuple[dict[str, Any], str]]:
         try:
@@ -343,16 +345,6 @@ def numbered_folder(path: Path) -> Path:
     while f"{stem}-{number}" in taken:
         number += 1
     return path.with_name(f"{stem}-{number}")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old one or the new one, never half of one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    atomic_replace(temporary, path)
 
 
 def _try_lock(descriptor: int, *, tries: int = 1) -> bool:

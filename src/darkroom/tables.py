@@ -16,7 +16,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from darkroom.errors import InputError, first_fault
-from darkroom.hardware.system import atomic_replace, sync_file
+from darkroom.hardware.system import write_atomically
 
 Row = TypeVar("Row", bound=BaseModel)
 
@@ -30,13 +30,8 @@ def append_rows(path: Path, kind: type[Row], rows: Iterable[Row], *, digits: int
     if not before:
         writer.writerow(columns)
     writer.writerows([_cell(getattr(row, name), digits) for name in columns] for row in rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(
-        before + ("" if before.endswith("\n") or not before else "\n") + text.getvalue(), "utf-8"
-    )
-    sync_file(temporary)
-    atomic_replace(temporary, path)
+    separator = "" if before.endswith("\n") or not before else "\n"
+    write_atomically(path, before + separator + text.getvalue(), durable=True)
     return path
 
 

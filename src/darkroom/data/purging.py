@@ -20,8 +20,8 @@ from urllib.parse import quote
 
 import lance
 
-from darkroom.data.sidecars import PREPARING, write_atomically
-from darkroom.hardware.system import lock_file, remove_file
+from darkroom.data.sidecars import PREPARING
+from darkroom.hardware.system import lock_file, remove_file, write_atomically
 
 PURGE = "_purge"
 LANCE_FOLDERS = ("data", "_deletions", "_transactions", "_versions")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from darkroom.data.seen import SeenIds, short_id
 from darkroom.errors import StoreError
-from darkroom.hardware.system import atomic_replace, lock_file, remove_file, sync_folder
+from darkroom.hardware.system import lock_file, remove_file, write_atomically
 
 REJECTED = "rejected.jsonl"
 PARTS = "_parts.jsonl"
@@ -208,20 +208,6 @@ def _opened(address: str, mode: str) -> Any:
     import fsspec
 
     return fsspec.open(address, mode)
-
-
-def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write a small file atomically; `durable`: also after a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    atomic_replace(temporary, path)
-    if durable:
-        sync_folder(path.parent)
 
 
 def _append_lines(path: Path, lines: Iterable[str]) -> None:

@@ -24,7 +24,7 @@ from darkroom.data.images import EXTENSIONS, PictureError, decode
 from darkroom.data.importers.source import pictures_below
 from darkroom.data.store import Store
 from darkroom.errors import InputError, ModelError
-from darkroom.hardware.system import atomic_replace, remove_file
+from darkroom.hardware.system import atomic_replace, remove_file, write_atomically
 from darkroom.models.checked import read_json
 from darkroom.models.model import Model
 
@@ -342,7 +342,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
         else:
             if any(folder.iterdir()):
                 raise InputError(f"'{folder}' holds something else", mend="choose another --keep-pictures")
-            note.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+            write_atomically(note, json.dumps(settings, indent=2) + "\n")
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise InputError(f"pictures cannot be kept in '{folder}': {error.strerror}") from error
     except ValueError as error:

@@ -121,6 +121,22 @@ def atomic_replace(source: Path, target: Path | str) -> Path:
     return _patiently(lambda: source.replace(target))
 
 
+def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Write a small file so that a reader sees the old one or the new one whole; `durable`: also after a
+    power cut. Folders that lack are made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    with temporary.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    atomic_replace(temporary, path)
+    if durable:
+        sync_folder(path.parent)
+
+
 def remove_file(path: Path | str) -> None:
     """Delete a file; one that is not there is gone already. OSError where it cannot be."""
     _patiently(lambda: Path(path).unlink(missing_ok=True))

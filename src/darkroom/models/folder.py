@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from darkroom.errors import InputError, ModelError, is_system_failure
-from darkroom.hardware.system import atomic_replace, remove_tree
+from darkroom.hardware.system import atomic_replace, remove_tree, write_atomically
 from darkroom.libraries import quiet
 from darkroom.models.checked import (
     FLOATS,
@@ -170,8 +170,7 @@ def file_digest(model: Model) -> dict[str, str] | None:
         with place.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         with suppress(OSError):  # a cache that cannot be written: it is hashed again
-            note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(sha256, encoding="ascii")
+            write_atomically(note, sha256)
     return {"file": of, "sha256": sha256}
 
 

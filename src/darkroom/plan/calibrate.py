@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from darkroom.hardware import accelerator, machine
 from darkroom.hardware.cards import find_card
+from darkroom.hardware.system import write_atomically
 from darkroom.models.families import FAMILIES
 from darkroom.options import parse_size
 from darkroom.plan.jobs import GenerateJob, Where, plan_generating
@@ -265,8 +266,7 @@ def _keep(card: Card, found: Sequence[Measured]) -> None:
     with suppress(OSError, ValueError):
         content = dict(json.loads(file.read_text(encoding="utf-8")))
     content[card.name] = [[*name, value] for name, value in _constants(found).items()]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=2), encoding="utf-8")
+    write_atomically(file, json.dumps(content, indent=2))
 
 
 class MeasurementLike(Protocol):

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import darkroom
-from darkroom.hardware.system import atomic_replace
+from darkroom.hardware.system import write_atomically
 
 Floats = NDArray[np.float64]
 KINDS = ("weights", "gradients", "optimiser", "ema", "activations", "temporary")
@@ -281,7 +281,7 @@ def cached(key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str,
         return shipped
     made = make()
     with suppress(OSError):  # a home that cannot be written to only costs the next call its time
-        _write(file, json.dumps(made))
+        write_atomically(file, json.dumps(made))
     return made
 
 
@@ -300,13 +300,6 @@ def cache_folder() -> Path:
         return Path(asked)
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "darkroom"
-
-
-def _write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    atomic_replace(temporary, file)
 
 
 def _digest(key: dict[str, Any]) -> str:

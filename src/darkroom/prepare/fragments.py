@@ -23,9 +23,9 @@ import numpy as np
 import pyarrow as pa
 from lance.file import LanceFileWriter
 
-from darkroom.data.sidecars import PREPARING, write_atomically
+from darkroom.data.sidecars import PREPARING
 from darkroom.errors import StoreError
-from darkroom.hardware.system import atomic_replace, lock_file, remove_file, sync_file
+from darkroom.hardware.system import atomic_replace, lock_file, remove_file, sync_file, write_atomically
 from darkroom.prepare.columns import Column, Layout, Value
 
 

@@ -22,6 +22,7 @@ from darkroom.errors import InputError
 from darkroom.hardware import machine
 from darkroom.hardware.cards import find_card
 from darkroom.hardware.prices import price
+from darkroom.hardware.system import write_atomically
 from darkroom.measure.timing import Measurement, read_csv
 from darkroom.plan.jobs import Where, step_seconds
 from darkroom.plan.roofline import Efficiency, Software, efficiency
@@ -73,7 +74,7 @@ def write_five_systems(
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(cells)
-    target.write_text(_page(proof, cells, paths), encoding="utf-8")
+    write_atomically(target, _page(proof, cells, paths))
     return target, table
 
 

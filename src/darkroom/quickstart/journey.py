@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw, ImageFont
 from darkroom import __version__
 from darkroom.bill import Bill, Meter, format_seconds
 from darkroom.errors import DarkroomError, InputError
-from darkroom.hardware.system import atomic_replace, remove_tree
+from darkroom.hardware.system import atomic_replace, remove_tree, write_atomically
 from darkroom.quickstart.shapes import (
     COLORS,
     NUM_HELD_OUT,
@@ -170,7 +170,7 @@ class Journey:
             if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
                 raise InputError(f"'{self.out}' holds something else", mend="choose another --out")
             self.out.mkdir(parents=True, exist_ok=True)
-            _write(path, state)
+            write_atomically(path, _as_json(state))
         elif (there := json.loads(path.read_text(encoding="utf-8"))) != state:
             key = next(key for key in state if there.get(key) != state[key])
             raise InputError(
@@ -270,7 +270,7 @@ class Journey:
         result = QuickstartResult(
             scores.color_fidelity, scores.shape_fidelity, bill.wall_s, self.pictures, self.report, model, bill
         )
-        _write(self.out / RESULT, result.to_dict())
+        write_atomically(self.out / RESULT, _as_json(result.to_dict()))
         return result
 
     def _read_back(self) -> QuickstartResult:
@@ -289,10 +289,8 @@ def check_unseen(store: Path | str, hidden: list[Triple]) -> None:
             raise DarkroomError(f"'{min(found)}' is held out but stands in {store}")
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    atomic_replace(temporary, path)
+def _as_json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1) + "\n"
 
 
 def _silent(line: str) -> None:

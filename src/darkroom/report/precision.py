@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 import darkroom
+from darkroom.hardware.system import write_atomically
 from darkroom.measure.optimisations import APART, INTERMEDIATES, RUNS, PicturePair, Precisions
 from darkroom.report import html, plots
 from darkroom.report.plots import Curve
@@ -64,8 +65,7 @@ def write_precision_page(found: Precisions, out: Path | str) -> Path:
         f"loaded from elsewhere. Differences are drawn {GAIN:g} times as bright.",
     )
     target = Path(out)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page, encoding="utf-8")
+    write_atomically(target, page)
     return target
 
 

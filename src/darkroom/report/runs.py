@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -14,7 +13,7 @@ import numpy as np
 import darkroom
 from darkroom.bill import Bill, format_bytes, format_number, format_seconds, format_usd
 from darkroom.errors import InputError
-from darkroom.hardware.system import atomic_replace
+from darkroom.hardware.system import write_atomically
 from darkroom.report import html, plots
 from darkroom.report.measurements import measurement_sections
 from darkroom.report.planned import RunData, planned_table, plans_of
@@ -454,8 +453,5 @@ def check_target(out: Path) -> None:
 
 def write_page(target: Path, content: str) -> Path:
     """Write a page atomically."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    temporary.write_text(content, encoding="utf-8")
-    atomic_replace(temporary, target)
+    write_atomically(target, content)
     return target

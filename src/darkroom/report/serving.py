@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import darkroom
+from darkroom.hardware.system import write_atomically
 from darkroom.measure.serving import DARKROOM, ONE, SAME_KEY
 from darkroom.measure.timing import Measurement
 from darkroom.report import html, plots
@@ -56,8 +57,7 @@ def write_serving_page(rows: Sequence[Measurement], out: Path | str) -> Path:
         "loaded from elsewhere.",
     )
     target = Path(out)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page, encoding="utf-8")
+    write_atomically(target, page)
     return target
 
 

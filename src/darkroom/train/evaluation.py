@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from darkroom.bill import Meter, format_seconds
-from darkroom.hardware.system import atomic_replace, remove_file
+from darkroom.hardware.system import atomic_replace, remove_file, write_atomically
 from darkroom.recipe.sections import SamplePrompt, SampleSettings
-from darkroom.run import PROMPTS, Run, write_whole
+from darkroom.run import PROMPTS, Run
 from darkroom.train.checkpoint.format import Checkpoint
 from darkroom.train.distributed.ranks import HangWatchdog
 from darkroom.train.distributed.weights import Weights, held_rows
@@ -283,7 +283,11 @@ class Evaluator:
         """What the grids' pictures are of, in their order."""
         prompts = [one if isinstance(one, str) else one.model_dump() for one in self._job.prompts]
         if self._ranks.first:
-            write_whole(self._run.path / PROMPTS, json.dumps(prompts, ensure_ascii=False, indent=1) + "\n")
+            write_atomically(
+                self._run.path / PROMPTS,
+                json.dumps(prompts, ensure_ascii=False, indent=1) + "\n",
+                durable=True,
+            )
 
     def _path(self, k: int) -> Path:
         return self._run.samples / f"step-{k:08d}.png"

@@ -14,6 +14,7 @@ from urllib.parse import urlparse
 import yaml
 
 from darkroom.errors import DarkroomError, MissingExtra, RecipeError
+from darkroom.hardware.system import write_atomically
 from darkroom.recipe.sections import TrackSettings
 
 WANDB_ID = "wandb-id"  # a file of the run: its later sessions are the same run there
@@ -149,7 +150,7 @@ def _wandb_id(run: Path) -> str:
     """The run's id there, made once."""
     file = run / WANDB_ID
     if not file.is_file():
-        file.write_text(uuid.uuid4().hex[:16] + "\n", encoding="utf-8")
+        write_atomically(file, uuid.uuid4().hex[:16] + "\n")
     return file.read_text(encoding="utf-8").strip()
 
 

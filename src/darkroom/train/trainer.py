@@ -18,7 +18,8 @@ import torch
 from darkroom.bill import Bill, Meter, format_seconds, format_usd
 from darkroom.counting import UncountedOperation
 from darkroom.errors import CheckpointError, DarkroomError, Stopped, is_disk_full
-from darkroom.run import BILL, ENDED, Run, write_whole
+from darkroom.hardware.system import write_atomically
+from darkroom.run import BILL, ENDED, Run
 from darkroom.train.checkpoint.format import Checkpoint
 from darkroom.train.checkpoint.saver import Saver
 from darkroom.train.checkpoint.storage import LocalPlace, newest, place_of
@@ -417,7 +418,7 @@ class Trainer:
             self.say(f"the results are the weights after step {best.step}, of the best held-out loss")
         if self.ranks.first:
             if self._ended:
-                write_whole(self.run.path / ENDED, json.dumps({"step": self.k}) + "\n")
+                write_atomically(self.run.path / ENDED, json.dumps({"step": self.k}) + "\n", durable=True)
             self._write_results(best, measured)
         self._save_bill()
         self.ranks.barrier()

@@ -215,6 +215,50 @@ def test_a_share_that_never_comes_is_an_error_at_an_address_too(
     assert [kept.step for kept in place.kept()] == [4]
 
 
+def test_a_share_is_waited_for_whose_index_is_still_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems show a file before all that is in it."""
+    monkeypatch.setattr(storage, "POLL_S", 0.0)
+    place = RemotePlace(f"file://{tmp_path}/store", tmp_path / "run")
+    place.write_share(4, "t", 0, 2, tensors(4), {})
+    place.write_share(4, "t", 1, 2, {"weights": {"unet.b": torch.ones(2)}}, {})
+    index = tmp_path / "store" / "step-00000004.t" / "rank-00001.json"
+    whole = index.read_bytes()
+    for cut in (0, 1, len(whole.rstrip()) - 1):
+        index.write_bytes(whole[:cut])
+        monkeypatch.setattr(storage, "SHARES_WAIT_S", 0.05)
+        with pytest.raises(CheckpointError, match="rank 1 has not written its share for 0.05 s"):
+            place.complete(4, "t", 2, {}, 1)
+    monkeypatch.setattr(storage, "SHARES_WAIT_S", 60.0)
+    late = threading.Timer(0.2, index.write_bytes, [whole])
+    late.start()
+    place.complete(4, "t", 2, {}, 1)
+    late.join()
+    assert [kept.step for kept in place.kept()] == [4]
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "rank-00000.json"])
+def test_what_others_look_for_is_put_in_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """Another process sees it whole or not at all, at a path as in the copy to read from."""
+    put: list[bytes] = []
+
+    def replace(source: Path, target: Path | str) -> Path:
+        if Path(target).name == file:
+            assert not Path(target).exists()
+            put.append(source.read_bytes())
+        return source.replace(target)
+
+    monkeypatch.setattr("darkroom.hardware.system.atomic_replace", replace)
+    place = RemotePlace(f"file://{tmp_path}/store", tmp_path / "run")
+    save(place, 4)
+    place.load(place.kept()[0])
+    assert len(put) == (2 if file == "manifest.json" else 1)
+    assert all(json.loads(content) for content in put)
+
+
 def test_a_save_after_an_older_one_was_gone_on_from_replaces_all_others(tmp_path: Path) -> None:
     """The later ones were passed over, and would be tried first again."""
     place = RemotePlace(f"file://{tmp_path}/store", tmp_path / "run")

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from darkroom.errors import DarkroomError, MissingExtra
+from darkroom.hardware.system import write_atomically
 from darkroom.models.model import LatentScaling
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Row, Unet, denoise
@@ -299,7 +300,7 @@ def summary(found: dict[str, Any], kept: Sequence[str]) -> str:
 def write_report(folder: Path, found: dict[str, Any], kept: Sequence[str], calibration: Calibration) -> None:
     """Keep the quality next to the export."""
     about = {"quality": found, "float_layers": list(kept), "calibration": asdict(calibration)}
-    (folder / REPORT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    write_atomically(folder / REPORT, json.dumps(about, indent=2) + "\n")
 
 
 def read_report(folder: Path) -> dict[str, Any]:

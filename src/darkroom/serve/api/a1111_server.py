@@ -16,13 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import DarkroomError
 from darkroom.hardware import accelerator
+from darkroom.hardware.system import write_atomically
 from darkroom.models.embeddings import Embedding
 from darkroom.models.upscaler import Upscaler, Upscalers
 from darkroom.options import (
     A1111_SCHEDULES,
     SAMPLERS,
 )
-from darkroom.run import write_whole
 from darkroom.sample.provenance import Provenance
 from darkroom.serve.api.shared import caller, decoded, encoded, sent
 from darkroom.serve.engine.tickets import png_of
@@ -318,7 +318,7 @@ class ChosenModels:
         """From now on. Writes a file."""
         with self._lock:
             chosen = {**self._chosen, key: name}
-            write_whole(self._file, json.dumps(chosen))
+            write_atomically(self._file, json.dumps(chosen), durable=True)
             self._chosen = chosen
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from darkroom.errors import CheckpointError, DamagedCheckpoint, MissingExtra, RecipeError
-from darkroom.hardware.system import remove_tree
+from darkroom.hardware.system import remove_tree, sync_file, write_atomically
 from darkroom.train.checkpoint import format as local
 from darkroom.train.checkpoint.format import Checkpoint, Parts, Say, Tensors
 from darkroom.train.distributed.ranks import Ranks
@@ -118,6 +118,7 @@ class RemotePlace:
         self.address, self._run = url.rstrip("/"), run
         self._fs, root = _filesystem(self.address)
         self._root = str(root).rstrip("/")
+        self._in_files = "file" in _protocols(self._fs)
 
     def prepare(self) -> None:
         """Write and delete a probe, and remove unfinished checkpoints. RecipeError where the address
@@ -168,7 +169,8 @@ class RemotePlace:
             file: self._put(self._at(name, file), chunks) | cut
             for file, chunks, cut in local.share_of(rank, size, tensors, parts)
         }
-        self._put(self._at(name, local.index_name(rank)), local.as_json(files))
+        index = b"".join(map(bytes, local.as_json(files)))
+        self._put_whole(self._at(name, local.index_name(rank)), index)
 
     def complete(self, step: int, token: str, size: int, scalars: Mapping[str, Any], keep: int) -> None:
         """Wait for every rank's share, verify all files, then put the manifest: only now it counts.
@@ -185,7 +187,7 @@ class RemotePlace:
         files["state.json"] = self._put(self._at(name, "state.json"), local.as_json(scalars))
         self._prove(name, files)
         manifest = b"".join(map(bytes, local.as_json(local.manifest_of(step, files))))
-        self._fs.pipe_file(self._at(name, "manifest.json"), manifest)
+        self._put_whole(self._at(name, "manifest.json"), manifest)
         if self._fs.cat_file(self._at(name, "manifest.json")) != manifest:
             raise CheckpointError(f"'{self._at(name, 'manifest.json')}' reads back as something else")
         for rank in range(size):
@@ -202,7 +204,16 @@ class RemotePlace:
                     stream.write(piece)
                     digest.update(piece)
                 size += len(chunk)
+        if self._in_files:
+            sync_file(Path(key))
         return {"bytes": size, "sha256": digest.hexdigest()}
+
+    def _put_whole(self, key: str, content: bytes) -> None:
+        """Put what others look for, in one step: on file systems a file is there before all that is in it."""
+        if self._in_files:
+            write_atomically(Path(key), content, durable=True)
+        else:
+            self._fs.pipe_file(key, content)
 
     def _await(self, name: str, rank: int) -> dict[str, Any]:
         """What a process sent, when it has."""
@@ -210,8 +221,9 @@ class RemotePlace:
         while True:
             self._fs.invalidate_cache()
             if self._fs.exists(index):
-                found: dict[str, Any] = json.loads(self._fs.cat_file(index))
-                return found
+                with suppress(json.JSONDecodeError):  # sftp and the like show what is not all there yet
+                    found: dict[str, Any] = json.loads(self._fs.cat_file(index))
+                    return found
             if self._fs.exists(f"{index}.failed"):
                 raise CheckpointError(f"rank {rank} could not write its share to {self.address}")
             if time.monotonic() > until:
@@ -275,7 +287,7 @@ class RemotePlace:
             remove_tree(folder.parent)
             raise DamagedCheckpoint(f"{label} is damaged: {', '.join(damaged)}")
         with local.reading(label):
-            (folder / "manifest.json").write_bytes(raw)  # last: with it the copy is whole
+            write_atomically(folder / "manifest.json", raw)  # last: with it the copy is whole
         return local.open_checkpoint(folder)
 
     def open(self, kept: Kept, ranks: Ranks) -> Checkpoint:

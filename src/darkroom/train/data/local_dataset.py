@@ -22,8 +22,7 @@ from darkroom.data.importers.source import pictures_below
 from darkroom.data.mixing import MixedStore
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
-from darkroom.hardware.system import atomic_replace, remove_tree
-from darkroom.run import write_whole
+from darkroom.hardware.system import atomic_replace, remove_tree, write_atomically
 from darkroom.train.data.feed import LOSS_WEIGHT, PROMPT, SET, check_repeats
 from darkroom.train.tasks.diffusion import COLUMN, alpha_of
 
@@ -299,7 +298,7 @@ def gather_class(
     if there:
         _check_note(note, folder)
     if len(there) < data.num_class_images:
-        write_whole(folder / NOTE, json.dumps(note, indent=1) + "\n")
+        write_atomically(folder / NOTE, json.dumps(note, indent=1) + "\n", durable=True)
         _generate(data, model, folder, len(there), dtype, say)
     else:
         say(f"{len(there)} class pictures in {folder}, {data.num_class_images} are used")
