@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import warm
 from darkroom.cli.application import app
 from darkroom.data import verify
+from darkroom.data.commit_retry import writing
 from darkroom.data.importers.job import import_pictures, picture_id
 from darkroom.data.store import Store
 from darkroom.errors import StoreError
@@ -290,6 +291,83 @@ def check_finished(path: Path) -> None:
 def strace() -> None:
     if shutil.which("strace") is None:
         missing("strace is not installed: apt-get install strace")
+
+
+def leave(path: Path) -> list[Path]:
+    """What killed writers leave: a whole data file, and halves of Lance's other files."""
+    left = [
+        path / "data" / "0123.lance",
+        path / "_transactions" / ".tmpAbCdEf",
+        path / "_versions" / ".tmpGhIjKl",
+    ]
+    for file in left:
+        file.write_bytes(b"left")
+    return left
+
+
+def test_what_a_killed_import_left_goes_with_the_next(tmp_path):
+    source, path = tmp_path / "source", tmp_path / "s.lance"
+    source.mkdir()
+    (source / "a.png").write_bytes(encoded(noise_picture(1)))
+    (source / "a.txt").write_text("a")
+    import_pictures(source, path)
+    left = leave(path)
+    with writing(path):
+        import_pictures(source, path)
+    assert all(file.exists() for file in left), "the control: somebody may be writing them"
+    assert verify(path).unreferenced_files == 3
+    assert import_pictures(source, path).added == 0
+    assert not any(file.exists() for file in left)
+    assert verify(path).problems == []
+    assert Store.open(path).num_rows == 1
+
+
+def test_a_store_is_made_where_a_kill_ended_its_making(tmp_path):
+    path = tmp_path / "s.lance"
+    for folder, file in (("_transactions", ".tmpAbCdEf"), ("_versions", "18446744073709551614.manifest#1")):
+        (path / folder).mkdir(parents=True)
+        (path / folder / file).write_bytes(b"")
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.png").write_bytes(encoded(noise_picture(1)))
+    (source / "a.txt").write_text("a")
+    assert import_pictures(source, path).added == 1
+    assert verify(path).problems == []
+    notes = tmp_path / "notes"
+    (notes / "_versions").mkdir(parents=True)
+    (notes / "a.txt").write_text("mine")
+    for taken in (path, notes):
+        with pytest.raises(StoreError, match="is there already"):
+            Store.create(taken)
+
+
+IMPORT = "import sys; from darkroom.data.importers.job import import_pictures as i; i(*sys.argv[1:])"
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("strace")
+@pytest.mark.parametrize("calls", ["mkdir", "write", "rename", "unlink", "openat"])
+def test_an_import_killed_anywhere_goes_on(tmp_path, calls):
+    """At each thread's first, second, ... call of a kind on the store; openat for some of its files alone."""
+    source, path = tmp_path / "source", tmp_path / "s.lance"
+    source.mkdir()
+    for i in range(3):
+        (source / f"{i}.png").write_bytes(encoded(noise_picture(i)))
+        (source / f"{i}.txt").write_text(f"picture {i}")
+    command = [sys.executable, "-c", IMPORT, str(source), str(path)]
+    where = ["-P", str(path / "_versions"), "-P", str(path / "_transactions")] if calls == "openat" else []
+    killed = 0
+    for when in (1, 2, 3, 5, 8, 13):
+        shutil.rmtree(path, ignore_errors=True)
+        inject = ["-e", f"trace={calls}", "-e", f"inject={calls}:signal=SIGKILL:when={when}"]
+        run = subprocess.run(
+            ["strace", "-f", "-o", "/dev/null", *where, *inject, *command], check=False, timeout=120
+        )
+        killed += run.returncode != 0
+        import_pictures(source, path)
+        assert verify(path).problems == [], (calls, when)
+        assert Store.open(path).num_rows == 3, (calls, when)
+    assert killed, "the control: it makes such calls"
 
 
 @pytest.mark.nightly

@@ -48,6 +48,14 @@ def process(action: str, store: Store, *numbers: float) -> warm.Popen:
     return warm.Popen(command, stdout=warm.PIPE, stderr=warm.PIPE, text=True, env=alone)
 
 
+def test_what_a_killed_writer_left_goes(store: Store, model: Model) -> None:
+    left = [Path(store.path) / folder / ".tmpAbCdEf" for folder in ("data", "_transactions", "_versions")]
+    for file in left:
+        file.write_bytes(b"left")
+    run(store, model)
+    assert not any(file.exists() for file in left)
+
+
 def test_every_row_gets_its_own_latents(store: Store, model: Model) -> None:
     report = run(store, model)
     vae = VaeEncoder(model.vae)

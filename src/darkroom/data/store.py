@@ -42,11 +42,13 @@ from darkroom.data.order import Chosen
 from darkroom.data.purging import (
     Journal,
     Purged,
+    VersionFiles,
     affected,
     files_of,
     no_stray_folder,
     remove_counts,
     remove_files,
+    unnamed,
     with_deletions,
 )
 from darkroom.data.sidecars import Sidecars
@@ -81,6 +83,8 @@ COMMIT_TRIES = 40
 COMMIT_S = 600.0
 """Longer than a commit takes: no version younger than this is dropped where commits cannot be locked out."""
 IDS_PER_DELETE = 1_000
+FIRST_FOLDERS = {"_transactions", "_versions"}
+"""What Lance makes before a store's first version."""
 COMPACT_BATCH_ROWS = 64
 SOURCE_KEY, LICENCE_KEY = "darkroom.source.", "darkroom.licence."
 DOUBLE_OF = "double_of"
@@ -513,6 +517,16 @@ class Store:
         if notes and any(not note.pins or note.pins.items() - self.pins().items() for note in notes):
             self.purge()
 
+    def sweep(self) -> None:
+        """Remove what killed writers left, files that are in no version; not while somebody is writing."""
+        if (root := self.sidecars.root) is None:
+            return
+        with sole_writer(root) as alone, dropping(root) as locked:
+            self.refresh()
+            left = alone and locked and unnamed(root, VersionFiles.of(self.dataset).all)
+        if left:
+            self.purge()
+
     def compact(self, *, rows_per_fragment: int = ROWS_PER_FRAGMENT) -> None:
         """Join small fragments and drop the versions that nobody has pinned.
 
@@ -610,7 +624,7 @@ class Store:
 
 def exists(path: str | Path) -> bool:
     """Whether a store is at a path; at an address one is taken to be there."""
-    return "://" in str(path) or (Path(path) / "_versions").is_dir()
+    return "://" in str(path) or any((Path(path) / "_versions").glob("*.manifest"))
 
 
 def count_shapes(tables: Iterable[pa.Table | pa.RecordBatch]) -> Shapes:
@@ -654,6 +668,9 @@ def _tag(name: str) -> str:
 
 
 def _make_room(path: Path) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    """Make sure that a store can be made at a path: nothing is there, or what a kill left of making one."""
+    if path.exists() and (
+        not path.is_dir() or exists(path) or {child.name for child in path.iterdir()} - FIRST_FOLDERS
+    ):
         raise StoreError(f"{path} is there already", mend="choose another name, or import into it")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -150,6 +150,7 @@ def prepare(
         batch_rows=batch_rows,
     ):
         _ColumnJob(opened, column, report, progress or (lambda done, total: None), engine).run()
+    opened.sweep()
     report.wall_s = time.perf_counter() - began
     report.rows_per_s = sum(report.encoded.values()) / report.wall_s
     return report

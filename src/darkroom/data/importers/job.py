@@ -168,6 +168,7 @@ def import_pictures(
         if made and not report.num_rows and not report.rejected:
             remove_tree(target.path, must=True)
             raise InputError(f"no pictures in {path}", mend="no store was made")
+        target.sweep()
         return report
 
 
