@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -160,3 +162,47 @@ def test_calls_and_decodes_follow_a_card_s_free_memory():
     assert fitting(8, guided=False) > fitting(8)
     assert decode_pixels(None) == decode_pixels(2**30) == DECODE_PIXELS
     assert DECODE_PIXELS < decode_pixels(24 * 2**30) < decode_pixels(80 * 2**30) <= 32 * DECODE_PIXELS
+
+
+@pytest.mark.parametrize("hires", [None, {"scale": 2.0, "steps": 2}])
+def test_what_does_not_fit_a_call_is_made_in_halves(tiny, monkeypatch, caplog, hires):
+    """Free memory that another process took since: the same pictures in calls that fit; one alone fails."""
+    asked = {"steps": 2, "num": 5, "size": (32, 32), "optimise": "none", "hires": hires}
+    plain = sample.generate(tiny, "a red circle", **asked)
+    forward, most, rows, steps = type(tiny.unet).forward, 4, [], []
+
+    def bounded(self, x, *more, **named):
+        if len(x) > most:
+            raise torch.OutOfMemoryError("no memory")
+        rows.append(len(x))
+        return forward(self, x, *more, **named)
+
+    monkeypatch.setattr(type(tiny.unet), "forward", bounded)
+    made = sample.generate(tiny, "a red circle", progress=lambda at, of: steps.append((at, of)), **asked)
+    assert max(rows) == most
+    assert steps[-1][0] == steps[-1][1]
+    assert "no memory for 5 pictures a U-Net call: 2 are tried" in caplog.text
+    for a, b in zip(made, plain, strict=True):
+        torch.testing.assert_close(a.latents, b.latents, atol=1e-4, rtol=1e-4)
+        assert a.parameters["seed"] == b.parameters["seed"]
+    most = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        sample.generate(tiny, "a red circle", **asked)
+
+
+def test_a_model_that_waits_in_main_memory_leaves_room_for_its_weights(tiny, monkeypatch):
+    """What is free before the U-Net comes to the card is not free after it."""
+    settings = sample.GenerateSettings(steps=2, num=16, size=(512, 512), guidance=5.0)
+    job = sample.Generation(tiny, ["a"], settings, "torch", optimise="none")
+    needs = Needs({"unet": 10**9}, 0, 0, unet_fixed=0, unet_row=10**7, vae={None: 1}, picture=3)
+    inside = sys.modules[sample.Generation.__module__]
+    monkeypatch.setattr(inside, "free_on_card", lambda device: 10**9)
+    monkeypatch.setattr(inside, "count_needs", lambda *_: needs)
+    usual = job.first.rows_a_call
+    found = {}
+    for name in ("offload_model", "none"):
+        job.backend.optimised, job.first.least_a_call = (name,), 1
+        job._follow_free_memory(job.backend)
+        found[name] = job.first.rows_a_call
+    assert found == {"offload_model": usual, "none": 16}
+    assert usual < 16

@@ -13,7 +13,7 @@ from PIL import Image
 
 import darkroom
 from darkroom.errors import InputError
-from darkroom.hardware.accelerator import to_device
+from darkroom.hardware.accelerator import empty_cache, to_device
 from darkroom.models.image_prompt import installed
 from darkroom.models.reference import is_hub_id
 from darkroom.models.upscaler import Upscaler, read_upscaler
@@ -176,17 +176,37 @@ def _pictures(
             if progress is not None:
                 progress(done, job.num_steps)
 
-    pictures: list[Picture] = []
-    for start, count in _chunks(job.num_pictures, job.rows_a_call if batch_rows is None else batch_rows):
+    def chunk(start: int, count: int) -> list[Picture]:
+        """Pictures whose rows are denoised together."""
         rows = [job.row(i) for i in range(start, start + count)]
         run(rows)
         if job.hires is None:
-            pictures += job.finish(start, rows)
-            continue
+            return job.finish(start, rows)
+        made: list[Picture] = []
         for first, some in _chunks(count, job.hires.rows_a_call if batch_rows is None else batch_rows):
             larger = job.enlarged(start + first, rows[first : first + some])
             run(larger)
-            pictures += job.finish(start + first, larger)
+            made += job.finish(start + first, larger)
+        return made
+
+    def fitted(start: int, count: int) -> list[Picture]:
+        """The same, in halves where the device's memory does not hold them: what was free may be no more."""
+        nonlocal done
+        before = done
+        try:
+            return chunk(start, count)
+        except torch.OutOfMemoryError:
+            if count == 1:
+                raise
+        # Here the error no longer holds the tensors of the call.
+        done, half = before, count // 2
+        empty_cache()
+        LOG.warning("no memory for %d pictures a U-Net call: %d are tried", count, half)
+        return [*fitted(start, half), *fitted(start + half, count - half)]
+
+    pictures: list[Picture] = []
+    for start, count in _chunks(job.num_pictures, job.rows_a_call if batch_rows is None else batch_rows):
+        pictures += fitted(start, count)
     return pictures
 
 
@@ -311,7 +331,9 @@ class Generation:
             if self.num_pictures > taken.rows_a_call:
                 needs = count_needs(backend.model or self.model, taken.size)
                 most = min(CALL_PICTURES, self.num_pictures)
-                fitting = pictures_that_fit(needs, free, guided=self.guidance > 1, most=most)
+                # A U-Net that waits in main memory comes to the card whole.
+                comes = needs.weights["unet"] if "offload_model" in backend.optimised else 0
+                fitting = pictures_that_fit(needs, max(0, free - comes), guided=self.guidance > 1, most=most)
                 taken.least_a_call = fitting
 
     @property
