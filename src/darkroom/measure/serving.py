@@ -48,6 +48,7 @@ WAITS_OUT = 5
 """Of the refused, one in so many waits `Retry-After` out and asks again: all would be another load."""
 LONGEST_TRACE = 4000
 WAIT_S, LOOK_S, LOOK_QUEUED_S, GIVE_UP_S = 30.0, 0.03, 0.25, 300.0
+LOOK_PLACES = 8
 
 
 @dataclass(frozen=True)
@@ -371,12 +372,15 @@ async def _wait_out(client: Client, name: str, refused: Outcome, after_s: float)
 
 
 async def _give_up(client: Client, name: str, step: int) -> None:
-    """Cancel a job once it has taken so many steps."""
+    """Cancel a job once it has taken so many steps; while others are to be drawn before it, look seldom: the
+    looks of many who wait would be load of their own."""
     while step:
         _, job = await client.json("GET", f"/jobs/{name}")
         if job.get("state") not in ("queued", "running") or job["steps_done"] >= step:
             break
-        await asyncio.sleep(LOOK_QUEUED_S if job["state"] == "queued" else LOOK_S)
+        before = job["place"] or 0
+        queued_s = LOOK_QUEUED_S * (1 + before / LOOK_PLACES)
+        await asyncio.sleep(queued_s if job["state"] == "queued" else LOOK_S)
     await client.ask("DELETE", f"/jobs/{name}")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 import threading
 import time
 from collections import Counter
@@ -14,6 +16,7 @@ from darkroom.serve.engine.loop import Admission
 from darkroom.serve.engine.tickets import EngineJob, Listener, Loop, Shape, Ticket
 from darkroom.serve.jobs import active
 from darkroom.serve.jobs.active import (
+    LATE_S,
     WORKED_ON,
     ActiveJob,
     ActiveJobs,
@@ -21,6 +24,8 @@ from darkroom.serve.jobs.active import (
     Bench,
     Intake,
     Rates,
+    Reservation,
+    Reservations,
     over_quota,
     owner,
 )
@@ -215,6 +220,37 @@ def uploads_refused(intake: Intake, pool: Any, jobs: ActiveJobs, uploads: Upload
     except Refused as refused:
         return refused
     return None
+
+
+def test_who_may_still_come_is_found_by_time_as_by_looking_at_all() -> None:
+    """Two requests of one key at one time, and one that is put back twice, among them."""
+    draw, kept, reservations = random.Random(3), list[Reservation](), Reservations()
+    for i in range(600):
+        until_s = draw.choice((i / 20 + draw.random() * 8, 12.0))
+        one = Reservation(until_s, draw.choice("ab"), 1, 0.0, draw.choice(("x", "y", "z", None)))
+        kept.append(one)
+        reservations.add(one)
+        if i % 3 == 0:
+            gone = draw.choice(kept)
+            kept = [other for other in kept if other is not gone]
+            reservations.remove(gone)
+        now_s = i / 20
+        assert len(reservations) == len(kept)
+        for found, wanted in (
+            (reservations.due(now_s), [one for one in kept if one.is_due(now_s)]),
+            (reservations.to_come(now_s), [one for one in kept if one.until_s > now_s]),
+            (reservations.late(now_s), [one for one in kept if one.until_s + LATE_S <= now_s]),
+        ):
+            assert sorted(map(id, found)) == sorted(map(id, wanted))
+            assert [one.until_s for one in found] == sorted(one.until_s for one in wanted)
+        for key, digest in itertools.product("ab", ("x", None)):
+            due = [one for one in kept if (one.key, one.digest) == (key, digest) and one.is_due(now_s)]
+            one_due = reservations.due_of(key, digest, now_s)
+            assert one_due in due if due else one_due is None
+    most = max("ab", key=lambda key: sum(one.key == key for one in kept))
+    assert reservations.first_of_most() is min(
+        (one for one in kept if one.key == most), key=lambda one: one.until_s
+    )
 
 
 def test_bytes_of_pictures_that_came_with_jobs_are_counted_once() -> None:

@@ -76,10 +76,8 @@ class MapRequest(BaseModel):
 
 def _plain_job(job: Job) -> dict[str, Any]:
     """A job as JSON has it."""
-    values = asdict(job)
-    del values["uid"], values["key"]
-    values["request"] = job.request.model_dump(mode="json")
-    return values
+    values = {name: value for name, value in vars(job).items() if name not in ("uid", "key")}
+    return values | {"request": job.request.model_dump(mode="json")}
 
 
 def health_router(core: Core) -> APIRouter:

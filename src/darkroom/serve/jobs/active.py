@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from bisect import bisect_left, bisect_right, insort_right
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from darkroom.bill import format_number
@@ -155,6 +157,58 @@ class Reservation(NamedTuple):
         return now_s - LATE_S <= self.until_s <= now_s + EARLY_S
 
 
+class Reservations:
+    """Those who may still come, by time: each refusal asks several times who is due, and looks at few."""
+
+    def __init__(self) -> None:
+        self._by_time: list[Reservation] = []
+        self._by_request: dict[tuple[str, str | None], list[Reservation]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_time)
+
+    def add(self, one: Reservation) -> None:
+        """Keep it in mind."""
+        insort_right(self._by_time, one, key=_until_s)
+        self._by_request.setdefault((one.key, one.digest), []).append(one)
+
+    def remove(self, one: Reservation) -> None:
+        """Forget it."""
+        place = bisect_left(self._by_time, one.until_s, key=_until_s)
+        while self._by_time[place] is not one:
+            place += 1
+        del self._by_time[place]
+        same = self._by_request[one.key, one.digest]
+        del same[next(i for i, other in enumerate(same) if other is one)]
+        if not same:
+            del self._by_request[one.key, one.digest]
+
+    def due_of(self, key: str, digest: str | None, now_s: float) -> Reservation | None:
+        """The one of a request whose time has come."""
+        return next((one for one in self._by_request.get((key, digest), ()) if one.is_due(now_s)), None)
+
+    def due(self, now_s: float) -> list[Reservation]:
+        """All whose time has come."""
+        first = bisect_left(self._by_time, now_s - LATE_S, key=_until_s)
+        return self._by_time[first : bisect_right(self._by_time, now_s + EARLY_S, key=_until_s)]
+
+    def to_come(self, now_s: float) -> list[Reservation]:
+        """All that were told a later time."""
+        return self._by_time[bisect_right(self._by_time, now_s, key=_until_s) :]
+
+    def late(self, now_s: float) -> list[Reservation]:
+        """All whose time is over."""
+        return self._by_time[: bisect_right(self._by_time, now_s - LATE_S, key=_until_s)]
+
+    def first_of_most(self) -> Reservation:
+        """Of the key that has the most, the one whose time comes first."""
+        [(most, _)] = Counter(one.key for one in self._by_time).most_common(1)
+        return next(one for one in self._by_time if one.key == most)
+
+
+_until_s = attrgetter("until_s")
+
+
 class Intake:
     """Belongs to the event loop's thread."""
 
@@ -163,7 +217,7 @@ class Intake:
         self._rates = _rates_of(limits)
         self._reserved: Counter[str] = Counter()
         self._reserved_uploads: dict[object, Uploads] = {}
-        self._line: list[Reservation] = []
+        self._reservations = Reservations()
         self._return_shares: dict[str, float] = {}
 
     def check_rate(self, key: str, jobs: int = 1) -> None:
@@ -214,11 +268,12 @@ class Intake:
         others: Counter[str] = Counter() if backlog is None else backlog.pictures
         waiting = pool.waiting() + self._reserved.total() + others.total()
         mine = pool.waiting(key) + self._reserved[key] + others[key]
+        is_awaited = let_in or self._is_due(key, digest)
         for there, most, whose in (
             (waiting, self._limits.queue, None),
             (mine, self._queue_of(key), key),
         ):
-            if not let_in and not self._is_due(key, digest):
+            if not is_awaited:
                 most -= min(most // HELD, self._held(pool, whose))
             if there + num > most:
                 return there, most, whose
@@ -293,31 +348,25 @@ class Intake:
         """Pictures of a key that may wait."""
         return self._limits.of_key(key).queue or self._limits.queue_per_key
 
-    def _promise(self, line: Reservation) -> None:
-        self.kept(line.key, line.digest)  # it came, though in vain
-        self._line.append(line)
+    def _promise(self, reservation: Reservation) -> None:
+        self.kept(reservation.key, reservation.digest)  # it came, though in vain
+        self._reservations.add(reservation)
         self._forget()
 
     def kept(self, key: str, digest: str | None) -> None:
         """A request that was refused before has come again: its place is no longer held."""
-        now_s = time.monotonic()
-        for one in self._line:
-            if one.digest == digest and one.key == key and one.is_due(now_s):
-                self._line.remove(one)
-                self._note_return(key, 1.0)
-                return
+        one = self._reservations.due_of(key, digest, time.monotonic())
+        if one is not None:
+            self._reservations.remove(one)
+            self._note_return(key, 1.0)
 
     def _forget(self) -> None:
         """Those who did not come, and where they are too many, the first of the key with the most."""
-        now_s = time.monotonic()
-        late = [one for one in self._line if one.until_s + LATE_S <= now_s]
-        for one in late:
+        for one in self._reservations.late(time.monotonic()):
+            self._reservations.remove(one)
             self._note_return(one.key, 0.0)
-        if late:
-            self._line = [one for one in self._line if one.until_s + LATE_S > now_s]
-        while len(self._line) > MOST_PROMISES:
-            [(most, _)] = Counter(one.key for one in self._line).most_common(1)
-            self._line.remove(next(one for one in self._line if one.key == most))
+        while len(self._reservations) > MOST_PROMISES:
+            self._reservations.remove(self._reservations.first_of_most())
 
     def _note_return(self, key: str, came: float) -> None:
         """Count a promise among those of its key that were taken up (1) or not (0)."""
@@ -332,9 +381,9 @@ class Intake:
         Of each key at most `PROMISED` of its queues: who asks in vain for ever delays others by no more.
         """
         self._forget()
-        now_s, pictures, amounts = time.monotonic(), Counter[str](), defaultdict[str, float](float)
-        for one in self._line:
-            if one.until_s > now_s and (key is None or one.key == key):
+        pictures, amounts = Counter[str](), defaultdict[str, float](float)
+        for one in self._reservations.to_come(time.monotonic()):
+            if key is None or one.key == key:
                 pictures[one.key] += one.num
                 amounts[one.key] += amount(one)
         return sum(
@@ -348,25 +397,17 @@ class Intake:
         For a key that asks and never comes again nothing is held.
         """
         due: Counter[str] = Counter()
-        for one in self._due(key):
-            due[one.key] += one.num
+        for one in self._reservations.due(time.monotonic()):
+            if key is None or one.key == key:
+                due[one.key] += one.num
         return sum(
             min(num, max(0, self._queue_of(of) - pool.waiting(of) - self._reserved[of]))
             for of, num in due.items()
             if self._return_shares.get(of, 1.0) >= LEAST_RETURNS
         )
 
-    def _due(self, key: str | None) -> list[Reservation]:
-        now_s = time.monotonic()
-        least_s, most_s = now_s - LATE_S, now_s + EARLY_S
-        due = [one for one in self._line if least_s <= one.until_s <= most_s]
-        return due if key is None else [one for one in due if one.key == key]
-
     def _is_due(self, key: str, digest: str | None) -> bool:
-        now_s = time.monotonic()
-        return digest is not None and any(
-            one.digest == digest and one.key == key and one.is_due(now_s) for one in self._line
-        )
+        return digest is not None and self._reservations.due_of(key, digest, time.monotonic()) is not None
 
     def _places_free_s(self, pool: ModelPool, num: int, key: str | None) -> float:
         """When so many pictures, of a key or of all, will have left the queue, and those promised before."""
