@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import darkroom
-from darkroom.errors import InputError
+from darkroom.errors import InputError, is_out_of_memory
 from darkroom.hardware.accelerator import empty_cache, to_device
 from darkroom.models.image_prompt import installed
 from darkroom.models.reference import is_hub_id
@@ -195,8 +195,8 @@ def _pictures(
         before = done
         try:
             return chunk(start, count)
-        except torch.OutOfMemoryError:
-            if count == 1:
+        except (RuntimeError, MemoryError) as error:
+            if count == 1 or not is_out_of_memory(error):
                 raise
         # Here the error no longer holds the tensors of the call.
         done, half = before, count // 2
