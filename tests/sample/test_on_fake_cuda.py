@@ -504,6 +504,57 @@ def test_a_picture_is_decoded_on_the_device(model, tile):
     assert watched.launched > 50
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("tiny", torch.float16),
+        ("tiny-dit", torch.bfloat16),
+        ("sdxl", torch.bfloat16),
+        pytest.param("sd15", torch.float16, marks=pytest.mark.nightly),
+        pytest.param("sd2-v", torch.bfloat16, marks=pytest.mark.nightly),
+        pytest.param("sdxl", torch.float16, marks=pytest.mark.nightly),
+        pytest.param("dit", torch.bfloat16, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_family_s_whole_way_is_not_waited_for(cuda, family, dtype):
+    """At full size: a picture is encoded, rows of several solvers go from their first step to their last,
+    and what they made is decoded."""
+    made = models.create(family, parts=("unet", "vae"))
+    for module in made.modules.values():
+        torch.nn.Module.to(module, CUDA, dtype)
+    backend = open_backend("torch", made, optimise="auto")
+    width, side = made.unet.config.cross_attention_dim, 4 * made.size_unit // made.vae_factor
+    added = {}
+    if family == "sdxl":
+        added = {
+            "text_embeds": torch.zeros(1280, device=CUDA, dtype=dtype),
+            "time_ids": torch.zeros(6, device=CUDA),
+        }
+    text = Condition(torch.zeros(77, width, device=CUDA, dtype=dtype), added)
+    solvers = FLOW_SOLVER_NAMES[:1] * 2 if "dit" in family else ("ddim", "euler_a", "dpmpp_2m")
+    config = FLOW if "dit" in family else DDIM
+    rows = [
+        Row(
+            make_table(name, config, STEPS), torch.zeros(4, side, side, device=CUDA), text, text,
+            guidance=5.0, generator=torch.Generator().manual_seed(i),
+        )
+        for i, name in enumerate(solvers)
+    ]  # fmt: skip
+    pixels = torch.zeros(1, 3, side * made.vae_factor, side * made.vae_factor, device=CUDA)
+    front = VaeFront(made.vae, CUDA)
+    with Watched() as watched, torch.no_grad():
+        mean, spread = backend.encode(pixels)
+        batch = RunningBatch(rows)
+        for _ in range(STEPS):
+            latents, _ = batch.advance(backend.unet)
+        batch.unpack()
+        drawn = front.decode(latents.to(dtype)).sample
+    assert all(row.done for row in rows)
+    assert watched.waits == []
+    assert not elsewhere([mean, spread, latents, drawn, *(row.latents_CHW for row in rows)], "cuda")
+    assert tuple(drawn.shape) == (len(rows), 3, *pixels.shape[2:])
+
+
 class Ends:
     """Notes how works end."""
 
