@@ -241,3 +241,7 @@ def check_credentials(given: str) -> None:
 def provenance_wanted() -> bool:
     """Whether pictures are marked and signed unless said otherwise: `DARKROOM_PROVENANCE=0` says no."""
     return os.environ.get("DARKROOM_PROVENANCE", "1").lower() not in ("0", "no", "off", "false")
+
+
+COPIED_BYTES = 64 * 2**20
+"""A larger state on a CPU is written before training goes on: a copy would take as much memory again."""

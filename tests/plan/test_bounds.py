@@ -305,6 +305,21 @@ def test_too_many_devices_are_refused(training):
         plan_training(training, TrainJob("train", 1, 64, None), where, Software("bf16"))
 
 
+def test_a_large_state_on_a_cpu_is_waited_for_at_each_save(training):
+    """On a card it is copied, and written while training goes on; so is a small one."""
+
+    def seconds(card, state):
+        known = replace(training, facts={**training.facts, "checkpoint_bytes": state})
+        job = TrainJob("train", 100, 4, 1, every_save=10)
+        plan = plan_training(known, job, Where(cards()[card]), Software("float32"))
+        bare = plan_training(replace(known, facts={}), job, Where(cards()[card]), Software("float32"))
+        return plan.phases_s["checkpoint"] - bare.phases_s["checkpoint"]
+
+    large, small = 5 * 10**9, 10**7
+    assert seconds("CPU AVX-512 BF16", large) == pytest.approx(10 * seconds("A10G", large))
+    assert seconds("CPU AVX-512 BF16", small) == pytest.approx(seconds("A10G", small))
+
+
 def test_what_one_picture_does_not_fit_is_said(training):
     plan = plan_training(
         training, TrainJob("train", 1, 64, None), Where(cards()["RTX 3080"]), Software("fp16")

@@ -201,7 +201,7 @@ def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None =
     runs = runs_of("\n".join([text, *overrides]), path.parent)
     key = {"recipe": text, "overrides": list(overrides), "phase": phase, "runs": runs}
     settings = cached(
-        {**key, "settings": 12}, lambda: ask_recipe_object(*read_phase(path, overrides, phase)).settings
+        {**key, "settings": 13}, lambda: ask_recipe_object(*read_phase(path, overrides, phase)).settings
     )
     settings["rows"] = rows_of(settings["store"])
 
@@ -281,6 +281,7 @@ def _asked_training(
         mends_of(settings),
         settings["gradient_bytes"],
         saves=settings["saves"],
+        every_save=settings["every_save"],
     )
 
     def plan(

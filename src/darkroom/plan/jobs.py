@@ -9,6 +9,7 @@ from typing import Any
 from darkroom.errors import InputError
 from darkroom.hardware.cards import Card
 from darkroom.hardware.prices import Price
+from darkroom.options import COPIED_BYTES
 from darkroom.plan.cost import Cost, Storage, cost, offer_for
 from darkroom.plan.counts import KINDS, LATENTS, Profile
 from darkroom.plan.roofline import (
@@ -142,6 +143,7 @@ class TrainJob:
     gradient_bytes: int = 4  # of a number as processes send it to each other
     pictures: int | None = None  # of a folder of its own, whose latents it makes before it trains
     saves: int = 1  # checkpoints that training waits for
+    every_save: int | None = None  # so many on a CPU where their state is large
     class_s: float = 0.0  # seconds of drawing pictures of a class before
 
 
@@ -208,6 +210,9 @@ def _phases(
 ) -> dict[str, float]:
     """Seconds of a training's phases, named as in its bill; those that it has not are left out."""
     facts, weights = profile.facts, 4.0 * profile.total_parameters
+    state, saves = float(facts.get("checkpoint_bytes", 0)), job.saves
+    if where.card.kind == "cpu" and state > COPIED_BYTES:
+        saves = job.every_save or saves
     result = float(facts.get("adapter_bytes", weights))
     found = {
         "start": START_S,
@@ -215,7 +220,7 @@ def _phases(
         "class pictures": job.class_s,
         "latents": _latents_s(profile, job, where, software),
         "train": train_s,
-        "checkpoint": (job.saves * float(facts.get("checkpoint_bytes", 0)) + result) / SAVE_BYTES_S,
+        "checkpoint": (saves * state + result) / SAVE_BYTES_S,
     }
     return {name: seconds for name, seconds in found.items() if seconds}
 

@@ -111,6 +111,7 @@ def of_steps(
         "aligns": train.align.extractor is not None,
         "optimiser": optim.name,
         "saves": 1 if checkpoint.background else -(-train.steps // checkpoint.every),
+        "every_save": None if checkpoint.url else -(-train.steps // checkpoint.every),
     }
 
 

@@ -220,7 +220,9 @@ class CheckpointSettings(BaseModel):
         "fsspec knows; one run's own, from which it goes on in any folder (extra: s3)",
     )
     background: bool = Field(
-        default=True, description="write while training goes on: a step waits only for the copy of the state"
+        default=True,
+        description="write while training goes on: a step waits only for the copy of the state; on a CPU a "
+        "state above 64 MiB is not copied, which would take as much memory again, but waited for",
     )
 
 

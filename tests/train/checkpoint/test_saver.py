@@ -16,6 +16,7 @@ from darkroom import hardware
 from darkroom.errors import CheckpointError, RecipeError
 from darkroom.run import Run
 from darkroom.train.checkpoint import format as checkpoint
+from darkroom.train.checkpoint import saver as saving
 from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
 from darkroom.train.checkpoint.saver import Saver, check_changes, check_environment, exactness
 from darkroom.train.distributed.ranks import ALONE, Ranks
@@ -26,10 +27,18 @@ def saver(folder: Path, said: list[str] | None = None, ranks: Ranks = ALONE) -> 
     return Saver(folder, keep=2, ranks=ranks, say=(said if said is not None else []).append)
 
 
-def test_what_is_saved_is_the_moment_of_the_call(tmp_path):
+@pytest.mark.parametrize("most", [10**6, 8])
+def test_what_is_saved_is_the_moment_of_the_call(tmp_path, monkeypatch, most):
+    """A small state is copied and written meanwhile; a larger one on a CPU is written from where it is."""
+    monkeypatch.setattr(saving, "COPIED_BYTES", most)
+    copy, copied = Saver._copy, []
+    monkeypatch.setattr(
+        Saver, "_copy", lambda self, key, tensor: copied.append(key) or copy(self, key, tensor)
+    )
     weight = torch.arange(6.0).reshape(2, 3)
     one = saver(tmp_path)
     one.save(5, {"weights": {"unet.a": weight}}, {}, {})
+    assert (one._thread is None) == (not copied) == (most == 8)
     weight.add_(100)  # training goes on
     one.finish()
     saved = load_checkpoint(tmp_path / "step-00000005").tensors["weights"]["unet.a"]

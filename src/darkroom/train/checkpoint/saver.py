@@ -22,6 +22,7 @@ import darkroom
 from darkroom import hardware
 from darkroom.errors import CheckpointError, RecipeError
 from darkroom.hardware import accelerator
+from darkroom.options import COPIED_BYTES
 from darkroom.run import differences
 from darkroom.train.checkpoint.format import Parts, Tensors
 from darkroom.train.checkpoint.storage import CheckpointStorage, Kept, LocalPlace
@@ -53,17 +54,19 @@ class Saver:
         self._pinned: dict[str, Tensor] = {}
 
     def save(self, step: int, tensors: Tensors, scalars: Mapping[str, Any], parts: Parts) -> None:
-        """Save the state after `step` steps; returns when it is copied, while it is still being written.
+        """Save the state after `step` steps; returns when it is copied, while it is still being written; a
+        large one in main memory when it is written.
 
         `tensors` are what this rank holds: all of each, or with `parts` its rows.
         """
         self._settle()
         mine = {kind: self._own(named, parts) for kind, named in tensors.items()}
-        copied = {kind: self._copied(kind, named) for kind, named in mine.items()}
+        in_place = self._in_place(mine)
+        copied = mine if in_place else {kind: self._copied(kind, named) for kind, named in mine.items()}
         for device in {tensor.device for named in mine.values() for tensor in named.values()}:
             accelerator.synchronize(device)
         self._tried = True
-        if not self._background:
+        if in_place or not self._background:
             self._write(step, copied, scalars, parts)
             self._settle()
             return
@@ -113,6 +116,13 @@ class Saver:
             for name, tensor in named.items()
             if tensor.dim() or parts[name.rpartition("/")[0]][0] == 0  # a number is the same for all rows
         }
+
+    def _in_place(self, tensors: Tensors) -> bool:
+        """Whether a state is written from where it is, before training goes on: on a CPU, into a folder."""
+        held = [tensor for named in tensors.values() for tensor in named.values()]
+        if not isinstance(self.place, LocalPlace) or any(tensor.device.type != "cpu" for tensor in held):
+            return False
+        return not self._background or sum(tensor.nbytes for tensor in held) > COPIED_BYTES
 
     def _copied(self, kind: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in the computer's memory; those of a GPU's tensors go where the last ones were."""
