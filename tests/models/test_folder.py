@@ -14,6 +14,7 @@ from diffusers import StableDiffusionPipeline
 from darkroom import models
 from darkroom.errors import ModelError
 from darkroom.hardware import cpu
+from darkroom.models import folder as model_folder
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,28 @@ def test_saving_replaces_whole_and_leaves_nothing_beside(tiny, folder):
     models.save(tiny, folder)
     assert not (folder / "stray").exists()
     assert [entry.name for entry in folder.parent.iterdir()] == ["model"]
+
+
+def test_weights_in_channels_last_are_laid_out_one_by_one(tiny, folder, tmp_path, monkeypatch):
+    """Diffusers' own conversion holds a second copy of all of them; afterwards they are as they were."""
+    model = models.load(folder)
+    torch.nn.Module.to(model.unet, memory_format=torch.channels_last)
+    layouts = {name: p.stride() for name, p in model.unet.named_parameters()}
+    assert any(not p.is_contiguous() for p in model.unet.parameters())
+    saver, seen = model_folder._saver, []
+
+    def looked(module):
+        seen.append(all(p.is_contiguous() for p in module.parameters()))
+        return saver(module)
+
+    monkeypatch.setattr(model_folder, "_saver", looked)
+    models.save(model, tmp_path / "again")
+    assert seen
+    assert all(seen)
+    assert {name: p.stride() for name, p in model.unet.named_parameters()} == layouts
+    assert models.identity(model.unet) == models.identity(tiny.unet)
+    file = "unet/diffusion_pytorch_model.safetensors"
+    assert (tmp_path / "again" / file).read_bytes() == (folder / file).read_bytes()
 
 
 def test_parts_asked_for_must_be_there(folder):

@@ -411,13 +411,33 @@ def save(model: Model, path: str | Path) -> None:
     with replaced_folder(Path(path)) as temporary:
         with quiet():
             for name, module in model.modules.items():
-                _saver(module)(str(temporary / (model.denoiser if name == "unet" else name)))
+                with _contiguous(module):
+                    _saver(module)(str(temporary / (model.denoiser if name == "unet" else name)))
         for i, tokenizer in enumerate(model.tokenizers):
             tokenizer.save_pretrained(str(temporary / numbered("tokenizer", i)))
         if model.scheduler:
             (temporary / "scheduler").mkdir()
             _write_json(temporary / "scheduler" / "scheduler_config.json", model.scheduler)
         _write_json(temporary / "model_index.json", _index(model))
+
+
+@contextmanager
+def _contiguous(module: nn.Module) -> Iterator[None]:
+    """Within, a module's weights lie as files have them. They are laid out one by one: diffusers would hold a
+    second copy of all that do not, 2 GB of a SD 1.5 U-Net in `channels_last`.
+    """
+    apart = [
+        tensor
+        for tensor in (*module.parameters(), *module.buffers())
+        if not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    ]
+    for tensor in apart:
+        tensor.data = tensor.data.contiguous()
+    try:
+        yield
+    finally:
+        for tensor in apart:
+            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
 
 
 @contextmanager
