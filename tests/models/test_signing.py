@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from darkroom.cli.application import app
-from darkroom.errors import InputError
+from darkroom.errors import InputError, RecipeError
 from darkroom.models import signing
 from needs import missing
 
@@ -129,3 +129,44 @@ def test_export_signs_what_it_writes(keys, tmp_path):
     assert ran.exit_code == 0, ran.output
     assert signing.verify_signature(folder, public).ok
     assert run.invoke(app, ["verify", str(folder), "--trust", str(public)]).exit_code == 0
+
+
+def test_a_recipe_is_signed_and_verified(keys, tmp_path):
+    """Nothing had signed one, though `verify` asked for it."""
+    private, public = keys
+    run, copy = CliRunner(), tmp_path / "récipe.yaml"
+    ran = run.invoke(app, ["export", "recipes:laptop", "--to", str(copy), "--sign", str(private), "--json"])
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout) == {"recipe": str(copy), "signature": f"{copy}.sig"}
+    told = ["verify", str(copy), "--trust", str(public)]
+    assert run.invoke(app, told).exit_code == 0
+    copy.write_bytes(copy.read_bytes() + b"# more")
+    ran = run.invoke(app, told)
+    assert ran.exit_code == 1
+    assert "Hash mismatch" in ran.stdout
+    for more in (["--to", str(copy)], ["--to", str(tmp_path / "a.txt")], ["--to", "a.yaml", "--kohya"]):
+        assert isinstance(run.invoke(app, ["export", "recipes:laptop", *more]).exception, InputError)
+    (tmp_path / "bad.yaml").write_text("colour: red")
+    ran = run.invoke(app, ["export", str(tmp_path / "bad.yaml"), "--to", str(tmp_path / "b.yaml")])
+    assert isinstance(ran.exception, RecipeError)
+    assert not (tmp_path / "b.yaml").exists()
+
+
+def test_a_key_that_cannot_sign_is_told_before_anything_is_written(keys, tmp_path):
+    folder = tmp_path / "exported"
+    ran = CliRunner().invoke(app, ["export", "tiny", "--to", str(folder), "--sign", str(keys[1])])
+    assert isinstance(ran.exception, InputError)
+    assert not folder.exists()
+
+
+def test_what_does_not_match_is_a_line_a_file(keys, model):
+    """Hashes had stood there as Python writes bytes, all in one line."""
+    signing.sign(model, keys[0])
+    (model / "unet" / "weights.safetensors").write_bytes(b"x")
+    (model / "model_index.json").unlink()
+    (model / "möre.bin").write_bytes(b"x")
+    assert signing.verify_signature(model, keys[1]).problems == [
+        "Extra files found in model 'model': möre.bin",
+        "Missing files in model 'model': model_index.json",
+        "Hash mismatch for 'unet/weights.safetensors'",
+    ]

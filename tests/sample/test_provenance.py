@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,10 +97,135 @@ def test_the_chain_goes_back_to_the_input_and_its_own_signer(certificate, tmp_pa
     assert proof.ok
     assert [step.rpartition("signed by ")[2] for step in proof.chain if "signed by" in step] == [
         "Studio Alice",
-        "Studio Bob",
+        "Studio Bob (valid)",
     ]
     assert "from input 1 without credentials" in proof.chain
     assert "edited" in proof.chain[0]
+
+
+def with_other_pixels(file: Path) -> bytes:
+    """The credentials of a file on another picture's pixels: what a forger has."""
+    parts = png_parts(file.read_bytes())
+    pixels = [part for part in png_parts(plain_png(file.parent)) if part[0] == b"IDAT"]
+    first = next(i for i, (kind, _) in enumerate(parts) if kind == b"IDAT")
+    rest = [part for part in parts if part[0] != b"IDAT"]
+    return png_of([*rest[:first], *pixels, *rest[first:]])
+
+
+def png_parts(content: bytes) -> list[tuple[bytes, bytes]]:
+    parts, at = [], 8
+    while at < len(content):
+        size = int.from_bytes(content[at : at + 4], "big")
+        parts.append((content[at + 4 : at + 8], content[at + 8 : at + 8 + size]))
+        at += 12 + size
+    return parts
+
+
+def png_of(parts: list[tuple[bytes, bytes]]) -> bytes:
+    whole = [
+        len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+        for kind, data in parts
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(whole)
+
+
+def test_an_input_whose_credentials_do_not_fit_is_not_made_genuine_by_using_it(certificate, tmp_path):
+    """A forger puts Bob's credentials on a picture of his own, and has it drawn over: the chain had said
+    'created ..., signed by Studio Bob' and nothing else."""
+    provenance.make_test_certificate(tmp_path / "bob.pem", "Studio Bob")
+    first = saved(Provenance.opened(tmp_path / "bob.pem", tmp_path / "own.pem"), tmp_path / "in")
+    marks = Provenance.opened(certificate, tmp_path / "own.pem")
+    genuine = verify_picture(saved(marks, tmp_path / "out", [first.read_bytes()]), trust=certificate)
+    assert genuine.ok
+    assert genuine.chain[-1].endswith("signed by Studio Bob (valid)")
+    file = saved(marks, tmp_path / "forged", [with_other_pixels(first)])
+    proof = verify_picture(file, trust=certificate)
+    assert proof.credentials == "trusted", "Alice's own signature fits"
+    assert proof.chain[-1].endswith("signed by Studio Bob (invalid: assertion.dataHash.mismatch)")
+    assert proof.problems == ["credentials of input 0: assertion.dataHash.mismatch"]
+    jpg = marks.converted(
+        provenance.save_with_metadata(photo(256), "JPEG", 90), "JPEG", with_other_pixels(first)
+    )
+    (tmp_path / "a.jpg").write_bytes(jpg)
+    assert verify_picture(tmp_path / "a.jpg").says == {}, "nor are the forged settings called signed"
+
+
+def test_of_an_input_s_signer_it_is_said_whether_it_is_trusted_here(certificate, tmp_path):
+    """Anybody can call himself The Times in a certificate of his own making."""
+    provenance.make_test_certificate(tmp_path / "times.pem", "The Times")
+    first = saved(Provenance.opened(tmp_path / "times.pem", tmp_path / "own.pem"), tmp_path / "in")
+    file = saved(Provenance.opened(certificate, tmp_path / "own.pem"), tmp_path / "out", [first.read_bytes()])
+    both = tmp_path / "both.pem"
+    both.write_bytes(certificate.read_bytes() + (tmp_path / "times.pem").read_bytes())
+    assert verify_picture(file, trust=certificate).chain[-1].endswith("signed by The Times (valid)")
+    assert verify_picture(file, trust=both).chain[-1].endswith("signed by The Times (trusted)")
+
+
+def test_the_chain_names_every_input_that_has_credentials(certificate, tmp_path):
+    """Only the first one's had been shown."""
+    marks = Provenance.opened(certificate, tmp_path / "own.pem")
+    given = []
+    for name in ("Studio Bob", "Studio Carol"):
+        provenance.make_test_certificate(tmp_path / f"{name}.pem", name)
+        own = Provenance.opened(tmp_path / f"{name}.pem", tmp_path / "own.pem")
+        given.append(saved(own, tmp_path / name).read_bytes())
+    [file] = provenance.save_pictures([picture()], tmp_path / "out", marks, given[:1], given[1:])
+    chain = verify_picture(file).chain
+    assert chain[1].startswith("created")
+    assert "Studio Bob" in chain[1]
+    assert chain[2].startswith("control 0: created")
+    assert "Studio Carol" in chain[2]
+
+
+@pytest.mark.parametrize("part", [0.3, 0.9])
+def test_a_picture_with_broken_credentials_can_be_drawn_over(certificate, tmp_path, part):
+    """Signing had ended in an error: a server's answer was 500, and the drawn picture was lost."""
+    marks = Provenance.opened(certificate, tmp_path / "own.pem")
+    first = saved(marks, tmp_path / "in").read_bytes()
+    broken = png_of(
+        [
+            (kind, data[: int(len(data) * part)] if kind == b"caBX" else data)
+            for kind, data in png_parts(first)
+        ]
+    )
+    (tmp_path / "broken.png").write_bytes(broken)
+    assert verify_picture(tmp_path / "broken.png").credentials == "invalid"
+    proof = verify_picture(saved(marks, tmp_path / "out", [broken]))
+    assert (proof.ok, proof.credentials) == (True, "valid")
+    assert proof.chain[1:] == ["from input 0 without credentials"]
+
+
+ELSEWHERE = (
+    '<?xpacket begin="" id="W5M0MpCehiHzreSzNTczkc9d"?><x:xmpmeta xmlns:x="adobe:ns:meta/">'
+    '<rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#"><rdf:Description rdf:about="" '
+    'xmlns:dcterms="http://purl.org/dc/terms/" dcterms:provenance="http://127.0.0.1:PORT/m.c2pa"/>'
+    '</rdf:RDF></x:xmpmeta><?xpacket end="w"?>'
+)
+
+
+def test_addresses_that_a_picture_names_for_its_credentials_are_not_asked(certificate, tmp_path):
+    """c2pa does, unless it is told: who uploads a picture had made the server send requests, and wait."""
+    asked: list[str] = []
+
+    def answer(listener: socket.socket) -> None:
+        while True:
+            connection, _ = listener.accept()
+            if not connection.recv(4096):
+                return
+            asked.append("asked")
+            connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, args=(listener,), daemon=True).start()
+        xmp = ELSEWHERE.replace("PORT", str(listener.getsockname()[1]))
+        photo(256).save(tmp_path / "a.jpg", xmp=xmp.encode())
+        proof = verify_picture(tmp_path / "a.jpg")
+        marks = Provenance.opened(certificate, tmp_path / "own.pem")
+        made = verify_picture(saved(marks, tmp_path / "out", [(tmp_path / "a.jpg").read_bytes()]))
+        socket.create_connection(listener.getsockname()).close()
+    assert asked == []
+    assert (proof.ok, proof.credentials) == (True, "elsewhere")
+    assert made.chain[1:] == ["from input 0 without credentials"]
 
 
 def test_pictures_that_steered_it_are_ingredients_and_no_origin(certificate, tmp_path):

@@ -41,6 +41,9 @@ def test_bounds_come_from_the_file_then_limit_then_options_of_their_own(tmp_path
     assert told.of_key("alice").rate_per_minute == told.rate_per_minute
     assert told.of_key("bob").pictures_per_day is None
     assert said(limits=file, key_file=tmp_path).queue_per_key == 5
+    # By --limit, whose values are text, the part of one key had stayed 128: all of a small queue.
+    assert said(limit=["queue=8"], key_file=tmp_path).queue_per_key == 4
+    assert said(limit=["queue=8", "queue_per_key=7"], key_file=tmp_path).queue_per_key == 7
 
 
 @pytest.mark.parametrize(

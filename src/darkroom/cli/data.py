@@ -185,6 +185,7 @@ def _verified(path: Path, purge: bool, trust: Path | None, as_json: bool) -> Any
     """What was found in a store, a picture, or what is signed."""
     from darkroom import data
     from darkroom.models.signing import signature_of, verify_signature
+    from darkroom.recipe.read import RECIPE_SUFFIXES
 
     signed = signature_of(path).is_file()
     if path.is_dir() and not signed and not (path / "model_index.json").is_file():
@@ -192,7 +193,7 @@ def _verified(path: Path, purge: bool, trust: Path | None, as_json: bool) -> Any
             return data.verify(path, purge=purge, progress=progress)
     if purge:
         raise InputError(f"--purge with '{path}'", allowed="a picture store")
-    if signed or path.is_dir() or path.suffix.lower() in (".safetensors", ".yaml", ".yml"):
+    if signed or path.is_dir() or path.suffix.lower() in (".safetensors", *RECIPE_SUFFIXES):
         return verify_signature(path, trust)
     if not path.exists():
         with progress_bar("verify", as_json) as progress:  # says what a store's path may be

@@ -235,11 +235,8 @@ def _limits(said: dict[str, Any]) -> Limits:
         if said[name] is not None:
             value = said[name] * UNITS.get(name, 1)
             limits[name] = int(value) if name == "keep_bytes" else value
-    queue = limits.get("queue", Limits.model_fields["queue"].default)
-    if "queue_per_key" not in limits and isinstance(queue, int):
-        limits["queue_per_key"] = max(1, queue // 2) if said["key_file"] is not None else queue
     try:
-        return Limits.model_validate(limits)
+        told = Limits.model_validate(limits)
     except ValidationError as error:
         first = error.errors()[0]
         what, mend = first_fault(error.errors()), ""
@@ -250,6 +247,10 @@ def _limits(said: dict[str, Any]) -> Limits:
             mend = f"write {near[0]}" if near else ""
         allowed = "as docs/serving.md lists them, under Limits"
         raise InputError(f"limit {what}", allowed=allowed, mend=mend) from error
+    if "queue_per_key" in limits:
+        return told
+    per_key = told.queue if said["key_file"] is None else max(1, told.queue // 2)
+    return told.model_copy(update={"queue_per_key": per_key})
 
 
 def _limits_file(path: Path) -> dict[str, Any]:

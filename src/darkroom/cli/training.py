@@ -270,9 +270,12 @@ def _side_by_side(compared: dict[str, Any]) -> Iterator[str]:
 
 @app.command()
 def export(
-    source: Annotated[str, typer.Argument(help="a run folder, an adapter file, or a model")],
+    source: Annotated[str, typer.Argument(help="a run folder, an adapter file, a model, or a recipe")],
     to: Annotated[
-        Path, typer.Option(help="the model folder to write, or a .safetensors file for an adapter")
+        Path,
+        typer.Option(
+            help="the model folder to write; for an adapter a .safetensors file, for a recipe .yaml"
+        ),
     ],
     merge: Annotated[
         list[str] | None,
@@ -296,9 +299,9 @@ def export(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a run's weights as a model or adapter.
+    """Write a run's weights as a model or adapter, signed or not.
 
-    Also while it trains; an adapter merged, or as its own file.
+    Also while it trains; an adapter merged, or as its own file. A recipe is checked and copied, to be signed.
 
     Example: darkroom export runs/emoji --to model/ --checkpoint 2000
 
@@ -309,8 +312,17 @@ def export(
     Example: darkroom export runs/emoji --single-file --to emoji.safetensors
     """
     from darkroom import models
+    from darkroom.models import signing
+    from darkroom.recipe.read import RECIPE_SUFFIXES, copy_recipe
 
-    if not single_file:
+    if sign is not None:
+        signing.check_private_key(sign)
+    recipe = recipe_file(Path(source))
+    if recipe is not None and recipe.suffix in RECIPE_SUFFIXES and recipe.is_file():
+        if merge or checkpoint or kohya or precision or single_file:
+            raise InputError(f"recipe '{source}'", allowed="--to and --sign")
+        made = copy_recipe(recipe, to)
+    elif not single_file:
         made = _exported(source, to, merge, checkpoint, ema, kohya, precision, console(as_json))
     elif not merge and models.is_model(source):
         made = models.export_model(source, to, single_file=True, dtype=_precision(precision))
@@ -322,12 +334,10 @@ def export(
                 source, Path(temporary) / "model", merge, checkpoint, ema, False, None, console(as_json)
             )
             made = models.export_model(folder, to, single_file=True, dtype=_precision(precision))
-    kind = "adapter" if models.is_adapter(made) else "model"
+    kind = "recipe" if made.suffix in RECIPE_SUFFIXES else "adapter" if models.is_adapter(made) else "model"
     files = {kind: made}
     if sign is not None:
-        from darkroom.models.signing import sign as signed
-
-        files["signature"] = signed(Path(made), sign)
+        files["signature"] = signing.sign(made, sign)
     show(files, as_json, lambda: [f"{name}: {path}" for name, path in files.items()])
 
 

@@ -7,6 +7,7 @@ bundle over the SHA-256 of every file, which other tools for OpenSSF's format ve
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 from dataclasses import dataclass, field
@@ -75,10 +76,9 @@ def make_key(path: Path) -> None:
 
 def sign(path: Path, key: Path) -> Path:
     """Sign a folder or a file with a private key's PEM file; gives the signature's path."""
-    _need()
+    check_private_key(key)
     from model_signing import hashing, signing
 
-    _read_key(key, private=True, option="--sign")
     made = signature_of(path)
     hashed = hashing.Config().set_ignored_paths(paths=[made.absolute()], ignore_git_paths=True)
     config = signing.Config().set_hashing_config(hashed).use_elliptic_key_signer(private_key=key)
@@ -95,7 +95,8 @@ def verify_signature(path: Path, key: Path | None) -> SignatureCheck:
     made = signature_of(path)
     if not made.is_file():
         raise InputError(
-            f"'{path}' is not signed: there is no '{made.name}'", mend="darkroom export --sign KEY.pem"
+            f"'{path}' is not signed: there is no '{made.name}'",
+            mend=f"darkroom export {path} --to ... --sign KEY.pem",
         )
     if key is None:
         raise InputError(f"'{path}': whose signature?", mend="--trust FILE, the signer's public key (PEM)")
@@ -113,8 +114,22 @@ def verify_signature(path: Path, key: Path | None) -> SignatureCheck:
     except (LookupError, TypeError, RecursionError) as error:  # of the library's reader
         check.problems = [f"'{made.name}' is no signature that can be read: {type(error).__name__}"]
     except ValueError as error:
-        check.problems = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no match"]
+        check.problems = _in_lines(str(error))
     return check
+
+
+def _in_lines(message: str) -> list[str]:
+    """What the library says of a folder that does not match, a line each, without the bytes of the hashes."""
+    _, mismatch, found = message.partition("Signature mismatch: [")
+    if mismatch:
+        return [one.partition(": Expected ")[0] for one in ast.literal_eval(f"[{found}")]
+    return [line.strip() for line in message.splitlines() if line.strip()] or ["no match"]
+
+
+def check_private_key(path: Path) -> None:
+    """InputError where models cannot be signed here, or not with this file."""
+    _need()
+    _read_key(path, private=True, option="--sign")
 
 
 def _read_key(path: Path, *, private: bool, option: str) -> str:

@@ -21,8 +21,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from yaml.reader import ReaderError
 
-from darkroom.errors import RecipeError, allowed_of
-from darkroom.hardware.system import read_typed
+from darkroom.errors import InputError, RecipeError, allowed_of
+from darkroom.hardware.system import read_typed, write_atomically
 from darkroom.recipe.fine_tuning import (
     FINE_TUNING,
 )
@@ -48,6 +48,7 @@ MAX_BYTES, MAX_NODES, MAX_DEPTH = 2**20, 10_000, 32
 """Of a recipe's YAML, aliases counted as what they stand for; recipes here have 100 nodes, 5 levels deep."""
 MAX_SHOWN = 200
 """Characters of a wrong value that are quoted."""
+RECIPE_SUFFIXES = (".yaml", ".yml")
 TRIAL_WARMUP, TRIAL_EMA = 10, 2
 """A run that the command line shortens warms up for a tenth of its steps, and averages its last half."""
 
@@ -55,6 +56,17 @@ TRIAL_WARMUP, TRIAL_EMA = 10, 2
 def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply `key=value` overrides; raises RecipeError with the key, in one line."""
     return make_recipe(_read_yaml(Path(path)), overrides, source=str(path))
+
+
+def copy_recipe(source: Path, to: Path) -> Path:
+    """A recipe's file, byte by byte. RecipeError where it is none, InputError where `to` is there."""
+    read_recipe(source)
+    if to.suffix not in RECIPE_SUFFIXES:
+        raise InputError(f"a recipe to '{to}'", allowed="--to FILE.yaml")
+    if to.exists():
+        raise InputError(f"'{to}' is there already", mend="choose another file")
+    write_atomically(to, source.read_bytes())
+    return to
 
 
 def read_sweep(

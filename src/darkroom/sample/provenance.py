@@ -337,7 +337,11 @@ class Provenance:
                 name = title.replace(" ", "-")
                 relation = "parentOf" if title == "input 0" else "inputTo"
                 ingredient = {"title": title, "relationship": relation, "label": name, "instance_id": name}
-                builder.add_ingredient(ingredient, TYPES[_kind_of(given)], io.BytesIO(given))
+                try:
+                    builder.add_ingredient(ingredient, TYPES[_kind_of(given)], io.BytesIO(given))
+                except c2pa.C2paError as error:  # credentials that are broken: named without them
+                    LOG.debug("the credentials of %s cannot be read: %s", title, first_line(error))
+                    builder.add_ingredient(ingredient, TYPES["PNG"], io.BytesIO(_pixels_alone(given)))
             out = io.BytesIO()
             builder.sign(signer, TYPES[kind], io.BytesIO(content), out)
         return out.getvalue()
@@ -379,7 +383,12 @@ def save_pictures(
     return plain_save(marked, out, kind=kind, grid=grid, sign=sign)
 
 
-SIGNING = {"builder": {"thumbnail": {"enabled": False}}, "verify": {"verify_after_sign": False}}
+OFFLINE = {"remote_manifest_fetch": False, "ocsp_fetch": False}
+"""A picture may name an address where its credentials are: anybody's, so it is not asked."""
+SIGNING = {
+    "builder": {"thumbnail": {"enabled": False}},
+    "verify": {"verify_after_sign": False, **OFFLINE},
+}
 """No thumbnails: the picture itself is there. What was just signed is not checked again."""
 
 
@@ -406,11 +415,16 @@ def as_ingredient(file: Path) -> bytes:
     try:
         _kind_of(content)
     except UnidentifiedImageError:
-        buffer = io.BytesIO()
-        with Image.open(file) as image:
-            image.convert("RGB").save(buffer, "PNG")
-        return buffer.getvalue()
+        return _pixels_alone(content)
     return content
+
+
+def _pixels_alone(content: bytes) -> bytes:
+    """A picture as PNG, without what else its file holds."""
+    buffer = io.BytesIO()
+    with Image.open(io.BytesIO(content)) as image:
+        image.convert("RGB").save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
 
 
 def _kind_of(content: bytes) -> str:
@@ -431,7 +445,8 @@ def save_with_metadata(image: Image.Image, kind: str, quality: int) -> bytes:
 @dataclass
 class PictureProof:
     """What a picture's file proves. `credentials`: none, trusted, valid (by a signer that this machine does
-    not know), invalid, or unread (the package for them is not installed)."""
+    not know), invalid, elsewhere (the file names an address for them, which is not asked), or unread (the
+    package for them is not installed)."""
 
     file: str
     credentials: str = "none"
@@ -523,13 +538,16 @@ def _metadata(image: Image.Image) -> bytes:
 def _read_credentials(proof: PictureProof, content: bytes, kind: str, trust: Path | None) -> None:
     import c2pa
 
-    settings: dict[str, Any] = {"verify": {"verify_trust": True}}
+    settings: dict[str, Any] = {"verify": {"verify_trust": True, **OFFLINE}}
     if anchors := _anchors(trust):
         settings["trust"] = {"user_anchors": anchors}
     context = c2pa.Context(c2pa.Settings.from_json(json.dumps(settings)))
     try:
         reader = c2pa.Reader.try_create(TYPES[kind], io.BytesIO(content), None, context)
     except c2pa.C2paError as error:
+        if str(error).startswith("Remote"):  # it has no class of its own
+            proof.credentials = "elsewhere"
+            return
         proof.credentials = "invalid"
         proof.problems.append(f"credentials that cannot be read: {first_line(error)}")
         return
@@ -537,30 +555,69 @@ def _read_credentials(proof: PictureProof, content: bytes, kind: str, trust: Pat
         return
     manifest_store = json.loads(reader.json())
     codes = [one["code"] for one in manifest_store.get("validation_status", [])]
-    wrong = [code for code in codes if code != "signingCredential.untrusted"]
+    wrong = [code for code in codes if code != UNTRUSTED]
     proof.credentials = "invalid" if wrong else "valid" if codes else "trusted"
     proof.problems += [f"credentials: {code}" for code in wrong]
-    manifests, label = manifest_store["manifests"], manifest_store.get("active_manifest")
-    active = manifests.get(label, {})
+    active = manifest_store["manifests"].get(manifest_store.get("active_manifest"), {})
     proof.signer = _signer_of(active)
     proof.generator = ", ".join(
         f"{one.get('name')} {one.get('version', '')}".strip()
         for one in active.get("claim_generator_info", [])
     )
+    _read_chain(proof, manifest_store)
+
+
+UNTRUSTED = "signingCredential.untrusted"
+
+
+def _read_chain(proof: PictureProof, manifest_store: dict[str, Any]) -> None:
+    """What was done to the picture, and to those that it was made from, where their files had credentials.
+
+    Whether an ingredient's own credentials fitted its file was noted when it was used; whether its signer is
+    trusted is a matter of who reads.
+    """
+    manifests = manifest_store["manifests"]
+    results = manifest_store.get("validation_results") or {}
+    deltas = {one["ingredientAssertionURI"]: one for one in results.get("ingredientDeltas") or []}
+    # A manifest, what it is to the picture, how its credentials stand, and whether it tells of the picture.
+    ahead = [(str(manifest_store.get("active_manifest")), "", "", True)]
     seen: set[str] = set()
-    while label in manifests and label not in seen:
+    while ahead:
+        label, title, standing, tells = ahead.pop(0)
+        if label not in manifests or label in seen:
+            continue
         seen.add(label)
         manifest = manifests[label]
-        proof.chain.append(f"{', '.join(_actions(manifest))}, signed by {_signer_of(manifest)}")
-        if not proof.says:
+        begin, end = f"{title}: " if title else "", f" ({standing})" if standing else ""
+        signed = f"signed by {_signer_of(manifest)}{end}"
+        proof.chain.append(f"{begin}{', '.join(_actions(manifest))}, {signed}")
+        if tells and not proof.says:
             proof.says = _assertion(manifest, "org.darkroom.generation")
-        inputs = manifest.get("ingredients", [])
-        proof.chain += [
-            f"from {one.get('title', 'a picture')} without credentials"
-            for one in inputs
-            if "active_manifest" not in one
-        ]
-        label = next((one["active_manifest"] for one in inputs if "active_manifest" in one), None)
+        further = []
+        for one in manifest.get("ingredients", []):
+            named = str(one.get("title", "a picture"))
+            if "active_manifest" not in one:
+                proof.chain.append(f"from {named} without credentials")
+                continue
+            address = f"self#jumbf=/c2pa/{label}/c2pa.assertions/{one.get('label')}"
+            wrong, trusted = _standing(one, deltas.get(address, {}))
+            proof.problems += [f"credentials of {named}: {code}" for code in wrong]
+            now = f"invalid: {', '.join(wrong)}" if wrong else "trusted" if trusted else "valid"
+            parent = one.get("relationship") == "parentOf"
+            further.append(
+                (one["active_manifest"], "" if parent else named, now, tells and parent and not wrong)
+            )
+        ahead[:0] = further
+
+
+def _standing(ingredient: dict[str, Any], delta: dict[str, Any]) -> tuple[list[str], bool]:
+    """What is wrong with an ingredient's credentials, and whether their signer is trusted."""
+    noted = (ingredient.get("validation_results") or {}).get("activeManifest") or {}
+    now = delta.get("validationDeltas") or {}
+    codes = [one["code"] for found in (noted, now) for one in found.get("failure", [])]
+    codes += [one["code"] for one in ingredient.get("validation_status") or []]
+    known = any(one["code"] == "signingCredential.trusted" for one in now.get("success", []))
+    return list(dict.fromkeys(code for code in codes if code != UNTRUSTED)), known or UNTRUSTED not in codes
 
 
 def _anchors(trust: Path | None) -> str:
