@@ -53,14 +53,16 @@ TYPES_ELSEWHERE = tuple(
     if name != sys.platform
 )
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+# A worker that dies names its test and ends the run: with one in its place the run was seen to wait for ever.
+TWO = ("-n", "2", "--max-worker-restart", "0")
 IN_ORDER = ("--dist", "loadgroup", "--no-loadscope-reorder")  # the order is that of tests/nightly.py
 Line = tuple[tuple[str, ...], dict[str, str]]  # arguments of pytest, and what it gets in the environment
 PYTEST: dict[str, list[Line]] = {
-    "test": [(("-n", "2", "--dist", "loadgroup", "-m", "not nightly", "--durations", "10"), {})],
-    "check": [(("-n", "2", "--dist", "loadgroup", "-m", "not nightly"), {})],
+    "test": [((*TWO, "--dist", "loadgroup", "-m", "not nightly", "--durations", "10"), {})],
+    "check": [((*TWO, "--dist", "loadgroup", "-m", "not nightly"), {})],
     "nightly": [
-        (("-n", "2", *IN_ORDER, "-m", "nightly", "--durations", "20"), {}),
-        (("-n", "2", "tests/sample", "tests/measure", "tests/serve", "-m", "not nightly"), AVX2),
+        ((*TWO, *IN_ORDER, "-m", "nightly", "--durations", "20"), {}),
+        ((*TWO, "tests/sample", "tests/measure", "tests/serve", "-m", "not nightly"), AVX2),
     ],
 }
 TEST_EXTRAS = ("all", "dev", "docs")  # of pyproject.toml; the quickstart needs none

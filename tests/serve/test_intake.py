@@ -127,7 +127,7 @@ def test_who_was_refused_unread_is_told_again_by_the_body(run_core, again):
         token = logs.NOTES.set(logs.RequestNotes("r", again=again))
         await core.finished((await core.submit(QUICK, key="a")).id, key="a")
         logs.NOTES.reset(token)
-        return [one.digest for one in core._intake._line]
+        return [one.digest for one in core._intake._reservations.to_come(0.0)]
 
     assert run_core(scenario, limits=limits, capacity=4) == ([] if again else ["its body"])
 
@@ -299,7 +299,7 @@ def test_a_client_that_asks_in_vain_delays_others_by_a_few_queues_at_most(clock)
     pool.admissions = lambda: [Admission("a", 1.0, i + 1.0) for i in range(64)]
     for i in range(3000):
         assert let_in(intake, pool, str(i)) is not None
-    assert len(intake._line) <= 1024
+    assert len(intake._reservations) <= 1024
     with pytest.raises(Refused) as caught:
         intake.check_room(pool, "another", 1, None, "x")
     assert 64 < caught.value.retry_after_s <= 64 + 8 * 8 + 1
@@ -332,7 +332,7 @@ def test_a_key_that_asks_in_vain_takes_no_promise_from_another(clock):
     after_s = refused_of(intake, pool, "mine", "first")
     for i in range(2000):
         assert refused_of(intake, pool, "flood", str(i)) is not None
-    assert len(intake._line) == jobs_intake.MOST_PROMISES
+    assert len(intake._reservations) == jobs_intake.MOST_PROMISES
     clock[0] += after_s
     pool.of["other"] = 7
     assert refused_of(intake, pool, "newcomer", "x") is not None
@@ -368,7 +368,7 @@ def test_no_place_is_held_for_a_key_that_cannot_use_it_or_never_comes(clock):
     refused_of(intake, pool, "never", "last")
     clock[0] += 1.0
     pool.of["other"] = 3
-    assert intake._due("never")
+    assert [one.key for one in intake._reservations.due(clock[0])] == ["never"]
     assert refused_of(intake, pool, "newcomer", "y") is None
 
 

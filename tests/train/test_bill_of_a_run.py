@@ -15,7 +15,7 @@ from PIL import Image
 import warm
 from darkroom.run import Run
 
-BEFORE = 2**29  # bytes that the process holds for a moment before it trains
+BEFORE = 2**30  # bytes that the process holds for a moment before it trains
 TWICE = f"""
 import json, resource, sys, time
 import numpy as np

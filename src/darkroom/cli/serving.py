@@ -236,7 +236,7 @@ def _limits(said: dict[str, Any]) -> Limits:
             value = said[name] * UNITS.get(name, 1)
             limits[name] = int(value) if name == "keep_bytes" else value
     try:
-        told = Limits.model_validate(limits)
+        checked = Limits.model_validate(limits)
     except ValidationError as error:
         first = error.errors()[0]
         what, mend = first_fault(error.errors()), ""
@@ -248,9 +248,9 @@ def _limits(said: dict[str, Any]) -> Limits:
         allowed = "as docs/serving.md lists them, under Limits"
         raise InputError(f"limit {what}", allowed=allowed, mend=mend) from error
     if "queue_per_key" in limits:
-        return told
-    per_key = told.queue if said["key_file"] is None else max(1, told.queue // 2)
-    return told.model_copy(update={"queue_per_key": per_key})
+        return checked
+    per_key = checked.queue if said["key_file"] is None else max(1, checked.queue // 2)
+    return checked.model_copy(update={"queue_per_key": per_key})
 
 
 def _limits_file(path: Path) -> dict[str, Any]:

@@ -193,7 +193,7 @@ class Reservations:
         return self._by_time[first : bisect_right(self._by_time, now_s + EARLY_S, key=_until_s)]
 
     def to_come(self, now_s: float) -> list[Reservation]:
-        """All that were told a later time."""
+        """All whose time is later."""
         return self._by_time[bisect_right(self._by_time, now_s, key=_until_s) :]
 
     def late(self, now_s: float) -> list[Reservation]:
