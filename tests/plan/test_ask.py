@@ -40,6 +40,15 @@ def told(capsys, *arguments):
     return exit_.value.code, out, err
 
 
+ADAPTED = """
+task: lora
+model: {base: tiny}
+data: {folder: nowhere, resolution: 8192, prompt: a}
+train: {steps: 100, global_batch: 1, precision: bf16}
+adapter: {rank: 4}
+"""
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     path = tmp_path_factory.mktemp("recipes") / "small.yaml"
@@ -414,6 +423,28 @@ def test_what_an_earlier_run_makes_is_stood_in_for(capsys, tmp_path, monkeypatch
     code, _, err = told(capsys, "fifth.yaml", "--gpu", "4070")
     assert code == 2
     assert "runs/nowhere/model" in err
+
+
+def test_blocks_to_swap_are_proposed_with_a_number_that_a_card_takes(capsys, tmp_path):
+    file = tmp_path / "adapted.yaml"
+
+    def notes(text, *where):
+        file.write_text(text)
+        code, out, err = told(capsys, str(file), *where, "--json")
+        assert code == 0, err
+        return " ".join(json.loads(out)["plans"][0]["notes"])
+
+    card = ("--gpu", "memory=6GB")
+    mend = re.search(r"train\.(blocks_to_swap)=(\d+)", notes(ADAPTED, *card))
+    assert mend
+    assert int(mend[2]) >= 3
+    swapped = notes(ADAPTED.replace("{steps", "{" + f"{mend[1]}: {mend[2]}, steps"), *card)
+    assert "rest in pinned main memory" in swapped
+    assert "blocks_to_swap=" not in swapped  # it is set already
+    assert "blocks_to_swap" not in notes(
+        ADAPTED.replace("task: lora", "task: finetune").replace("adapter: {rank: 4}", ""), *card
+    )
+    assert "does not fit" in notes(ADAPTED, "--gpu", "memory=6GB")
 
 
 def test_what_is_set_already_is_no_advice():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from darkroom.errors import InputError, RecipeError
 from darkroom.models.adapters.read import read_adapter
 from darkroom.recipe import Recipe, make_recipe
 from darkroom.run import Run
+from darkroom.train import exports
 from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
 from darkroom.train.exports import Exporter
 from darkroom.train.jobs import Pinned
@@ -304,6 +307,33 @@ def test_a_new_word_is_all_that_textual_inversion_trains(
     theirs, ours = diffusers_picture(pipeline, prompt, 30.0), picture(after, prompt, 30.0)
     assert np.abs(theirs - ours).max() <= 2
     assert np.abs(ours - picture(before, "a photo of dog", 30.0)).mean() >= 10
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_the_trained_model_is_let_go_before_its_base_is_opened_again(
+    base: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgets: bool
+) -> None:
+    """Two whole models at once would take more memory than the steps did; without `forget` they are there."""
+    held: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    write_results, write_whole_model = Exporter.write_results, Exporter.write_whole_model
+
+    def noted(self: Exporter, model: models.Model, *rest: Any) -> None:
+        held.extend(weakref.ref(p) for m in model.modules.values() for p in m.parameters())
+        write_results(self, model, *rest)
+
+    def counted(self: Exporter, *rest: Any) -> None:
+        gc.collect()
+        alive.append(sum(each() is not None for each in held))
+        write_whole_model(self, *rest)
+
+    monkeypatch.setattr(Exporter, "write_results", noted)
+    monkeypatch.setattr(Exporter, "write_whole_model", counted)
+    if not forgets:
+        monkeypatch.setattr(exports, "forget", lambda module: None)
+    quietly(recipe_for("textual-inversion", base, photos, "train.steps=1"), tmp_path / "run")
+    assert len(held) > 100
+    assert alive == [1 if forgets else len(held)]  # the word's rows, which the step holds
 
 
 def test_a_word_that_cannot_be_is_refused(base: Path, photos: Path, tmp_path: Path) -> None:

@@ -117,6 +117,20 @@ def test_masters_stay_float32_while_bf16_computes() -> None:
     assert all(torch.equal(shown[n.removeprefix("unet.")], t.bfloat16()) for n, t in rounded.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "schedule-free"])
+def test_what_a_next_step_would_need_is_given_back(name: str, dtype: torch.dtype) -> None:
+    step = make_step(dtype=dtype, name=name)
+    weights_after(step)
+    averaged = {key: value.detach().clone() for key, value in step.averaged().items()}
+    made = step.averaged()
+    assert step.optimiser.state
+    step.release()
+    assert not step.optimiser.state
+    assert all(param.grad is None for param in step.weights.computing.values())
+    assert furthest(averaged, made) == 0
+
+
 def test_fp16_scales_its_loss_and_moves_the_weights() -> None:
     """Only CUDA trains so; on a CPU it is slow, and right all the same."""
     step = make_step(dtype=torch.float16)

@@ -35,10 +35,10 @@ from darkroom.plan.settings import (
     as_counted,
     check_planned,
     configs_of,
+    may_make_anew,
     of_pictures,
     of_steps,
     own_guidance,
-    packs,
     picture_profile,
     pictures_of,
     preparing_profile,
@@ -253,12 +253,14 @@ def ask_recipe_object(
     check_planned(recipe.task, recipe.model)
     recipe.check()
     model, data, train, optim = recipe.model, recipe.data, recipe.train, recipe.optim
+    anew = recipe.frozen_unet and may_make_anew(train, recipe.adapter)
     alike = recipe.model_copy(update=as_counted(train, optim, data, recipe.sample))
     settings = {
         "recipe": alike.dump(),
         "notes": list(notes),
         "phases": len(recipe.phases),
-        "packs": recipe.frozen_unet and packs(model, train, recipe.adapter),
+        "packs": anew and model.base_precision is None,
+        "swaps": anew and not train.blocks_to_swap,
         **of_pictures(recipe.task, model, data),
         **of_steps(train, optim, recipe.parallel, recipe.checkpoint),
     }
@@ -280,6 +282,7 @@ def _asked_training(
         settings["reads"],
         mends_of(settings),
         settings["gradient_bytes"],
+        swaps=settings["swaps"],
         saves=settings["saves"],
         every_save=settings["every_save"],
     )

@@ -143,6 +143,7 @@ class TrainJob:
     gradient_bytes: int = 4  # of a number as processes send it to each other
     pictures: int | None = None  # of a folder of its own, whose latents it makes before it trains
     saves: int = 1  # checkpoints that training waits for
+    swaps: bool = False  # whether train.blocks_to_swap may be set and is not
     every_save: int | None = None  # so many on a CPU where their state is large
     class_s: float = 0.0  # seconds of drawing pictures of a class before
 
@@ -200,7 +201,10 @@ def plan_training(
         images_per_s=job.global_batch / step.total,
         hours=sum(phases.values()) / 3600,
         sizes_bytes=_sizes(profile, job),
-        notes=(*_notes(job, fits, largest, micro, rows), *_swap_notes(profile, where)),
+        notes=(
+            *_notes(_mends(profile, job, where), fits, largest, micro, rows),
+            *_swap_notes(profile, where),
+        ),
     )
     return replace(plan, extra={"data_hidden_s": reading - step.data} if reading else {})
 
@@ -388,13 +392,19 @@ def _sizes(profile: Profile, job: TrainJob) -> dict[str, float]:
     return sizes
 
 
-def _notes(job: TrainJob, fits: bool, largest: int, micro: int, rows: int) -> tuple[str, ...]:
+def _mends(profile: Profile, job: TrainJob, where: Where) -> list[str]:
+    """What takes less memory there, each with a value that can be given."""
+    blocks = profile.facts.get("blocks") if job.swaps and where.card.own_memory else None
+    return [*job.mends, *([f"train.blocks_to_swap={blocks}"] if blocks else []), "a larger card"]
+
+
+def _notes(mends: Sequence[str], fits: bool, largest: int, micro: int, rows: int) -> tuple[str, ...]:
     notes = []
     if not fits:
         notes.append(
             f"does not fit: at most {largest} pictures a micro-batch"
             if largest
-            else f"does not fit, not even one picture: try {', '.join([*job.mends, 'a larger card'])}"
+            else f"does not fit, not even one picture: try {', '.join(mends)}"
         )
     elif micro < rows:
         notes.append(f"{rows} pictures a device in {-(-rows // micro)} micro-batches of {micro}")

@@ -136,10 +136,10 @@ def of_pictures(task: str, model: ModelSettings, data: DataSettings) -> dict[str
     }
 
 
-def packs(model: ModelSettings, train: TrainSettings, adapter: AdapterSettings | None) -> bool:
-    """Whether model.base_precision, not given, would take less memory of a frozen U-Net."""
+def may_make_anew(train: TrainSettings, adapter: AdapterSettings | None) -> bool:
+    """Whether a frozen U-Net's layers may be held in fewer bits, or rest in main memory."""
     kind = "lora" if adapter is None else adapter.kind
-    return model.base_precision is None and train.compile == "none" and kind in ("lora", "loha", "lokr")
+    return train.compile == "none" and kind in ("lora", "loha", "lokr")
 
 
 def _reads(task: str, data: DataSettings, stores_text: bool) -> list[str]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from darkroom import models
 from darkroom.counting import ROUND_BYTES, Counter
+from darkroom.models.compiling import blocks_in_order
 from darkroom.models.families import FAMILIES
 from darkroom.models.model import Model
 from darkroom.models.outline import text_configs
@@ -198,10 +199,12 @@ def _facts(
 
 
 def _swapped(unet: nn.Module) -> dict[str, float]:
-    """What of a U-Net rests in main memory where a device has memory of its own, and what that costs."""
+    """What of a U-Net rests in main memory where a device has memory of its own, and what that costs; of one
+    of which nothing rests, of how many blocks it is.
+    """
     swap = swap_of(unet)
     if swap is None:
-        return {}
+        return {"blocks": len(blocks_in_order(unet))}
     resting = sum(swap.block_bytes)
     return {
         "resting_bytes": resting,

@@ -29,7 +29,7 @@ from darkroom.models.reference import is_hub_id
 from darkroom.run import Run
 from darkroom.train.data.feed import SET, select_rows, times_of
 from darkroom.train.data.local_dataset import has_own_store, open_store
-from darkroom.train.distributed.weights import cast
+from darkroom.train.distributed.weights import cast, forget
 from darkroom.train.model import build_model, no_captions
 from darkroom.train.tasks.autoencoder import TinyVaeModel
 from darkroom.train.tasks.extractor import ExtractorModel, build_extractor
@@ -299,7 +299,7 @@ class Exporter:
 
     def write_results(self, model: Model, values: Values, measured: Mapping[str, float]) -> None:
         """Leave what a task makes in the run: `adapter.safetensors`; `learned_embeds.safetensors` and a
-        model; or a model. `model` is the one that was trained.
+        model; or a model. `model` is the one that was trained, and is used up.
         """
         recipe, run = self.recipe, self.run
         if recipe.adapts:
@@ -307,6 +307,9 @@ class Exporter:
             write_adapter_file(made, run / ADAPTER, base=described_base(model))
         elif recipe.model.word is not None:
             write_words(values, recipe.model.word, run / WORDS)
+            values = {name: value.detach().clone() for name, value in values.items()}
+            for module in model.modules.values():
+                forget(module)  # two whole models at once would need more memory than the steps did
             self.write_whole_model(values, measured, run / "model")
         else:
             _note_guidance(recipe.sample, model)

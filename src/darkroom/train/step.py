@@ -143,6 +143,12 @@ class Step:
         own = averaged_by_itself(self.optimiser, self.weights.masters, self._optim)
         return self.ema.weights() if own is None else own
 
+    def release(self) -> None:
+        """Give back what only a next step would need: the optimiser's state and all gradients."""
+        for inner in self.optimiser.inner:
+            inner.state.clear()
+        self._forget_gradients()
+
     def _update(self) -> Tensor:
         """Clip and take the optimiser's step; returns the norm of the gradients before."""
         masters, max_norm = list(self.weights.masters.values()), self._optim.clip_norm

@@ -428,6 +428,7 @@ class Trainer:
         exporter = Exporter(self.recipe, self.run.path)
         if not self.ranks.sharded:
             values = self.step.averaged() if best is None else best.values
+            self.step.release()  # a whole model needs memory of its own
             exporter.write_results(self.task.model, values, measured)
             return
         # No rank holds the whole model: the last checkpoint does.

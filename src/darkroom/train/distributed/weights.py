@@ -217,6 +217,13 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
     nn.Module.to(module, dtype)
 
 
+def forget(module: nn.Module) -> None:
+    """Give back the memory of a module's weights; it cannot be used any more."""
+    for inner in module.modules():
+        for name in [name for name, _ in inner.named_parameters(recurse=False)]:
+            inner.register_parameter(name, None)
+
+
 def device_of(module: nn.Module) -> torch.device:
     """Where a module's weights are."""
     return next(module.parameters()).device
