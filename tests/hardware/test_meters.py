@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from darkroom.hardware import accelerator
 from darkroom.hardware.energy import EnergyMeter, rapl
-from darkroom.hardware.memory import PeakMemory, resident_bytes
+from darkroom.hardware.memory import PeakMemory, bytes_a_touch, resident_bytes
 
 MIB = 2**20
 
@@ -137,3 +138,17 @@ def test_whoever_has_smaller_blocks_given_back_by_glibcs_variables_keeps_it():
     larger = {name: str(2**30) for name in smaller}
     assert 90 <= held_mib("returned", 2048, **larger) <= 115
     assert 190 <= held_mib("kept", 2048, **larger) <= 215
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system tells")
+def test_what_a_touch_of_a_mapped_file_brings_is_measured(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(bytes(80 * MIB))
+    with file.open("rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+    a_touch = bytes_a_touch(file)
+    assert 4096 <= a_touch <= MIB
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        for place in range(0, len(mapped), 4096):
+            mapped[place]
+        assert bytes_a_touch(file) == a_touch, "what is mapped already does not count"

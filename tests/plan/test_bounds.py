@@ -13,7 +13,7 @@ from darkroom import hardware
 from darkroom.errors import InputError
 from darkroom.hardware.cards import cards, networks
 from darkroom.hardware.prices import price
-from darkroom.plan import targets
+from darkroom.plan import jobs, targets
 from darkroom.plan.cost import cost
 from darkroom.plan.counts import Kernels, Line, Profile
 from darkroom.plan.jobs import (
@@ -345,12 +345,16 @@ def test_a_cpu_attends_in_float32():
     assert Roofline(card, Software("bf16"))._rate("conv") > card.flops["float32"]
 
 
-def test_a_cpu_class_holds_as_much_as_its_cores_have(training):
+def test_a_cpu_class_holds_as_much_as_its_cores_have(training, monkeypatch):
+    monkeypatch.setattr(jobs, "maps_large_folios", lambda: False)
     card = cards()["CPU AVX-512 BF16"]
     room = Where(card, cores=8)
     held = room.held({"weights": room.usable_bytes})
     assert sum(held.values()) == pytest.approx(8 * card.memory_bytes)
     assert 0.6e9 < held["process"] < 0.75e9
+    monkeypatch.setattr(jobs, "maps_large_folios", lambda: True)
+    assert 0.1e9 < room.held({})["process"] - held["process"] < 0.2e9  # pages that the system takes back
+    assert Where(card, cores=8).usable_bytes == room.usable_bytes
     assert sum(Where(cards()["T4"]).held({"weights": 1e9}).values()) == 1e9  # a GPU's context is no tensor
     small = plan_training(training, TrainJob("train", 1, 1, None), Where(card, cores=4), Software("bf16"))
     assert not small.fits

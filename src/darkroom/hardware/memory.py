@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import importlib.util
 import mmap
 import os
 import sys
 import weakref
+from pathlib import Path
 
 import psutil
 
@@ -16,6 +19,7 @@ from darkroom.hardware.system import MAPS, peak_resident_bytes, reset_peak_resid
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
 _THRESHOLDS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+SMAPS = Path("/proc/self/smaps")
 _DONTNEED = 4  # of madvise: drop the pages; those of a mapped file stay in it
 _watching: weakref.WeakSet[PeakMemory] = weakref.WeakSet()
 
@@ -86,6 +90,47 @@ def file_mappings() -> list[tuple[int, int]]:
     found = (line.split(maxsplit=5) for line in lines)
     spans = (words[0].split("-") for words in found if len(words) > 5 and words[4] != "0")
     return [(int(start, 16), int(end, 16)) for start, end in spans]
+
+
+LARGE_FOLIO_BYTES = 2**18
+_LOOKED_AT_BYTES, _LOOKS = 2**20, 64
+
+
+@functools.cache
+def maps_large_folios() -> bool:
+    """Whether a touch of a library's page brings 256 KiB of it and more into a process, not the 64 around it.
+
+    So does Linux from 6.18 on, of files that lie in large folios; resident memory holds more of them then.
+    """
+    found = importlib.util.find_spec("torch")
+    places = [] if found is None else list(found.submodule_search_locations or ())
+    libraries = (file for place in places for file in Path(place).glob("lib/libtorch_cpu.so"))
+    return any(bytes_a_touch(file) >= LARGE_FOLIO_BYTES for file in libraries)
+
+
+def bytes_a_touch(file: Path) -> float:
+    """Bytes of a mapped file that one touch of it brings into memory; 0 where no system tells."""
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        before = _resident_of(file)
+        touched = range(0, min(len(mapped), _LOOKS * _LOOKED_AT_BYTES), _LOOKED_AT_BYTES)
+        for place in touched:
+            mapped[place]
+        return (_resident_of(file) - before) / len(touched)
+
+
+def _resident_of(file: Path) -> int:
+    """Bytes of a mapped file that are in memory, of all its mappings; 0 on systems that do not tell."""
+    total, is_its = 0, False
+    try:
+        lines = SMAPS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return 0
+    for words in (line.split(maxsplit=5) for line in lines):
+        if "-" in words[0]:
+            is_its = words[-1] == str(file)
+        elif is_its and words[0] == "Rss:":
+            total += int(words[1]) * 1024
+    return total
 
 
 def within_file(start: int, length: int, files: list[tuple[int, int]]) -> bool:

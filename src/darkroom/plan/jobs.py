@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from darkroom.errors import InputError
 from darkroom.hardware.cards import Card
+from darkroom.hardware.memory import maps_large_folios
 from darkroom.hardware.prices import Price
 from darkroom.options import COPIED_BYTES
 from darkroom.plan.cost import Cost, Storage, cost, offer_for
@@ -26,8 +27,18 @@ from darkroom.plan.roofline import (
 
 CONTEXT_BYTES = 700e6  # CUDA context and library workspaces (field: hundreds of MB)
 FRAGMENTATION = 1.04  # of the caching allocator
-DRAWING_PROCESS_BYTES = 425e6  # of `generate`, which needs no library of stores: 430 with 7 of tensors
-CPU_PROCESS_BYTES = 650e6  # libraries, threads, buffers: runs of 25 and 44 MB of tensors took 680 and 682
+
+
+class ProcessBytes(NamedTuple):
+    """What a process on a CPU holds besides tensors: libraries, threads, buffers; and where whole folios of
+    the libraries' files are mapped (see `hardware.memory.maps_large_folios`)."""
+
+    usual: float
+    in_folios: float
+
+
+DRAWING = ProcessBytes(425e6, 490e6)  # of `generate`, which needs no library of stores: 430 with 7 of tensors
+TRAINING = ProcessBytes(650e6, 825e6)  # runs of 25 and 44 MB of tensors took 680 and 682
 MOST_ROWS = 4096
 START_S = 10.0  # a process and its imports: bills of runs on two cores say 8 to 12 s
 LOAD_BYTES_S = 1e9  # weights from a disk, hashed: guessed, a disk gives 0.5 to 5 GB/s and SHA-256 takes 1.5
@@ -63,12 +74,14 @@ class Where:
         if total is None:
             return None
         if self.card.kind == "cpu":
-            return total - CPU_PROCESS_BYTES
+            return total - TRAINING.usual  # the system takes back pages of files
         return (total - CONTEXT_BYTES) / FRAGMENTATION
 
-    def held(self, tensors: dict[str, float], process_bytes: float = CPU_PROCESS_BYTES) -> dict[str, float]:
-        """What a job holds: of a GPU its tensors; of a CPU the process too."""
-        return {**tensors, "process": process_bytes} if self.card.kind == "cpu" else tensors
+    def held(self, tensors: dict[str, float], process: ProcessBytes = TRAINING) -> dict[str, float]:
+        """What a job holds: of a GPU its tensors; of a CPU the process too, as it is on this machine."""
+        if self.card.kind != "cpu":
+            return tensors
+        return {**tensors, "process": process.in_folios if maps_large_folios() else process.usual}
 
     def memory(self, profile: Profile, rows: int, **more: Any) -> dict[str, float]:
         """Bytes by kind of a job's tensors here, at most `rows` at once; see `Profile.memory`."""
@@ -265,7 +278,7 @@ def _plan(
     # In float32 convolutions may run as tf32: then its rate is the one that nothing can pass.
     peak = max(roofline.peak(kind)[0] for kind in ("conv", "matmul")) * where.cluster.count
     device_hours = known["hours"] * where.cluster.count
-    memory = where.held(known.pop("memory_bytes"), known.pop("process_bytes", CPU_PROCESS_BYTES))
+    memory = where.held(known.pop("memory_bytes"), known.pop("process", TRAINING))
     return Plan(
         device=where.card.name,
         count=where.cluster.count,
@@ -449,7 +462,7 @@ def plan_generating(
         flops_an_image=profile.flops(1, "text", "decode") + job.steps * profile.flops(1, "denoise"),
         flops_a_step=job.batch * profile.flops(1, "denoise"),
         memory_bytes=where.memory(profile, job.batch),
-        process_bytes=DRAWING_PROCESS_BYTES,
+        process=DRAWING,
         largest_micro_batch=largest,
         seconds=seconds,
         images_per_s=rate,
