@@ -7,7 +7,9 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +38,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if home.is_mine() and (left := home.written()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         print(f"\nFAILED: tests wrote to the user's home: {', '.join(left)}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Of a worker that ended by itself, how: xdist names the test only."""
+    if error:
+        with suppress(Exception):  # execnet says in no public place what it started
+            print(f"\nFAILED: {node.gateway.id} ended with {node.gateway._io.popen.wait(10)}", flush=True)
 
 
 def pytest_unconfigure() -> None:
