@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import MagicMock
 
 import torch
@@ -186,7 +186,7 @@ def _training_paths(lab: Lab) -> dict[str, Callable[[], object]]:
         for name in precisions
         for family in ("tiny", "tiny-dit")
     }
-    for name in ("adamw8bit", "adafactor", "prodigy", "schedule-free", "muon"):
+    for name in get_args(OptimSettings.model_fields["name"].annotation):
         paths[f"train bf16 {name}"] = lambda name=name: step("bf16", optim={"name": name})  # type: ignore[misc]
     paths["train bf16 checkpointing"] = lambda: step("bf16", checkpointing=True)
     paths["train bf16 one micro-batch"] = lambda: step("bf16", micro=4)
@@ -251,8 +251,42 @@ def _drawing_paths(lab: Lab) -> dict[str, Callable[[], object]]:
     paths["draw float32"] = lambda: draw("auto", "float32")
     paths["draw bf16"] = lambda: draw("auto", "bf16")
     paths["draw float32 as on the CPU"] = lambda: _pictures_as_on_the_cpu(lab)
+    paths["draw with a LoRA and a ControlNet"] = lambda: _steered(lab)
     paths["serve mixed rounds"] = lambda: _rounds(lab)
     return paths
+
+
+def _steered(lab: Lab) -> dict[str, Any]:
+    """A LoRA and a ControlNet of random weights from their files, each of which changes the picture."""
+    import diffusers
+    from PIL import Image
+
+    from darkroom.measure.trace import make_adapters
+    from darkroom.sample import Control, generate
+
+    model, side = lab.model("tiny" if lab.tiny else "sd15"), 32 if lab.tiny else 128
+    described: Any = model.unet
+    channels = (16, 32, 96, 256)[: model.vae_factor.bit_length()]
+    net = diffusers.ControlNetModel.from_unet(described, conditioning_embedding_out_channels=channels)
+    for weight in net.parameters():
+        weight.data.add_(0.02 * torch.randn_like(weight))
+
+    def draw(**more: Any) -> Any:
+        told = {"seed": 1, "steps": 3, "size": (side, side), "notice": lambda _: None}
+        return generate(model, "a red circle", **told, **more)[0].image
+
+    with tempfile.TemporaryDirectory() as place, quiet():
+        folder = Path(place)
+        net.save_pretrained(str(folder / "net"))
+        [name] = make_adapters(model, folder, 1, seed=0)
+        adapters = {name: folder / f"{name}.safetensors"}
+        control = Control(folder / "net", Image.linear_gradient("L").convert("RGB"))
+        plain, adapted = draw(), draw(adapters=adapters)
+        both = draw(adapters=adapters, controls=[control])
+    told = {"lora": _difference(plain, adapted), "net": _difference(adapted, both)}
+    if not min(told.values()) > 0:
+        raise ValueError(f"levels that each changed: {told}")
+    return told
 
 
 ALIKE = 0.25
