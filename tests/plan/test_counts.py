@@ -87,6 +87,22 @@ def test_a_process_keeps_some_of_what_it_frees():
     assert "allocator" not in Profile((), (moment("forward", 1, 1),), {}, 0).memory(4)
 
 
+def test_large_pictures_and_small_gradients_are_kept_differently():
+    """Blocks from 32 MB on go back at once; small layers' gradients leave holes for the next activations."""
+
+    def kept(stage, alive, **facts):
+        return Profile((), (moment(stage, alive, 0),), {}, 0, {}, facts).memory(1, keeps=True)["allocator"]
+
+    assert kept("decode", 1e8) == pytest.approx(0.5e8)
+    assert kept("decode", 8e9) == kept("decode", 4e9) < 0.5e9
+    plain = kept("backward", 1e9)
+    assert kept("backward", 1e9, small_gradient_bytes=6e8) == pytest.approx(plain + 3e8)
+    assert kept("backward", 1e9, small_gradient_bytes=6e9) == pytest.approx(
+        plain + 5e8
+    )  # no more than is alive
+    assert kept("decode", 1e8, small_gradient_bytes=6e8) == pytest.approx(0.5e8)
+
+
 NO_EFFECT = {
     "train": {
         "steps": 7, "global_batch": 12, "micro_batch": 3, "precision": "bf16", "device": "cpu", "seed": 5,

@@ -15,11 +15,10 @@ from pathlib import Path
 import psutil
 
 from darkroom.hardware import accelerator
-from darkroom.hardware.system import MAPS, peak_resident_bytes, reset_peak_resident
+from darkroom.hardware.system import MAPS, SMAPS, peak_resident_bytes, reset_peak_resident
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
 _THRESHOLDS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
-SMAPS = Path("/proc/self/smaps")
 _DONTNEED = 4  # of madvise: drop the pages; those of a mapped file stay in it
 _watching: weakref.WeakSet[PeakMemory] = weakref.WeakSet()
 

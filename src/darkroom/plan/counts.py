@@ -35,6 +35,8 @@ LATENTS, SAMPLES, DECODED = "latents", "samples", "decoded samples"
 # What a CPU's process keeps of freed activations, as shares of those alive: glibc gives blocks from 32 MB on
 # back, others lie between ones that live on. Medians of ordinary runs (memory-cpu.csv, memory-runs.csv).
 KEPT_OF_LATENTS, KEPT_OF_PICTURES = 0.05, 0.5
+MOST_KEPT_OF_PICTURES = 0.4e9  # of large pictures most blocks are from 32 MB on
+KEPT_OF_GRADIENTS = 0.5  # of the last step's: a DiT's activations filled half of what they had left
 KEPT_OF_STEP = 0.2  # 0.16 to 0.29: nearly all blocks live until the backward pass
 
 
@@ -166,18 +168,21 @@ class Profile:
             if rests and moment.stage != LATENTS:
                 held["weights"] -= self.facts.get("saved_by_swap_bytes", 0)
             if keeps:
-                held["allocator"] = self._kept(moment.stage) * (held["activations"] + held["temporary"])
+                held["allocator"] = self._kept(moment.stage, held)
             kinds.append(held)
         return max(kinds, key=lambda held: sum(held.values()))
 
-    def _kept(self, stage: str) -> float:
+    def _kept(self, stage: str, held: Mapping[str, float]) -> float:
+        """Bytes that a CPU's process keeps of freed blocks, besides what is alive."""
         if self.facts.get("frees_in_forward"):
             return 0.0  # train.setup has such a run give freed blocks back at once
+        alive = held["activations"] + held["temporary"]
         if stage == LATENTS:
-            return KEPT_OF_LATENTS
+            return KEPT_OF_LATENTS * alive
         if stage not in TRAIN_STAGES:
-            return KEPT_OF_PICTURES
-        return KEPT_OF_STEP
+            return min(KEPT_OF_PICTURES * alive, MOST_KEPT_OF_PICTURES)
+        freed: float = max(0.0, self.facts.get("small_gradient_bytes", 0) - held["gradients"])
+        return KEPT_OF_STEP * alive + KEPT_OF_GRADIENTS * min(freed, alive)
 
     def _held(
         self, moment: Moment, rows: int, accumulate: bool, step_rows: int, shards: int, gathers: bool

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 
 CPU = torch.device("cpu")
+HEAP_BYTES = 2**25  # glibc gives larger blocks back to the system
 
 
 def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
@@ -187,6 +188,7 @@ def _facts(
     return {
         "resolution": resolution,
         "masters_apart": _masters_apart(step.weights),
+        "small_gradient_bytes": sum(m.nbytes for m in masters.values() if m.nbytes < HEAP_BYTES),
         "computing_bytes": sum(_trained_bytes(module) for module in modules),
         "block_bytes": max(
             (_trained_bytes(block) for module in modules for block in blocks_of(module)), default=0
