@@ -271,7 +271,7 @@ class Disk:
             self.files[uid].pop(name, None)
 
     def uids(self) -> list[str]:
-        return [uid for uid in self.files if uid != results.PROBE_UID]
+        return [uid for uid in self.files if not uid.startswith(results.PROBE_START)]
 
     def close(self) -> None:
         """Nothing is held."""

@@ -19,6 +19,7 @@ from darkroom import models, sample
 from darkroom.errors import InputError
 from darkroom.sample.generate import GenerateSettings
 from darkroom.serve.jobs.core import Core
+from darkroom.serve.jobs.results import PROBE_START, Files, ResultWriter
 from darkroom.serve.jobs.store import METADATA, JobStore, Record
 from darkroom.serve.request import AdapterChoice, PictureRequest, Refused
 from darkroom.serve.settings import Limits, ServeSettings
@@ -96,6 +97,32 @@ def test_a_lease_lasts_no_longer_where_the_databases_clock_is_set_back(two_store
     time.sleep(1.1)
     other.renew({}).result()
     assert {taken.uid for taken in other.claim((), 10, 60.0).result()} == {job.uid, styled.uid}
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_servers_that_look_at_once_whether_writing_works_find_that_it_does(two_stores, apart):
+    """With one key for all (the control) who came second was refused, and took no job for a second."""
+    writers = [ResultWriter(Files(store), store, lambda *_: None) for store in two_stores]
+    if not apart:
+        for writer in writers:
+            writer._probe_uid = PROBE_START + "0" * 8
+    troubles: list[str | None] = []
+
+    def look(writer: ResultWriter) -> None:
+        for _ in range(150):
+            writer.probe()
+            troubles.append(writer.trouble)
+
+    threads = [threading.Thread(target=look, args=(writer,)) for writer in writers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [one for one in troubles if one is not None]
+    if apart:
+        assert found == []
+    elif two_stores[0]._engine.dialect.name == "postgresql":  # SQLite has one writer at a time
+        assert found
 
 
 def test_servers_that_claim_at_once_share_the_jobs_out(two_stores):

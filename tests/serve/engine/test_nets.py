@@ -17,7 +17,7 @@ from darkroom.serve.engine.runner import shape_of
 from darkroom.serve.engine.tickets import png_of
 from darkroom.serve.jobs.admission import check_load, digest_of
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.jobs.results import PROBE_UID
+from darkroom.serve.jobs.results import PROBE_START
 from darkroom.serve.request import ControlChoice, ControlUpload, PictureRequest, Refused, Uploads
 from serve.conftest import difference
 from serve.nets import steering, write_nets
@@ -39,7 +39,7 @@ def files_of(core: Core) -> list[str]:
     """Of all jobs; the server's own probe of the disk comes and goes."""
     folder = core.results.folder
     assert folder is not None
-    return sorted(path.name for path in folder.glob("*/*/*") if path.parent.name != PROBE_UID)
+    return sorted(path.name for path in folder.glob("*/*/*") if not path.parent.name.startswith(PROBE_START))
 
 
 def test_a_kept_job_is_drawn_with_its_controls_after_a_restart(run_core, small, nets):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from darkroom.serve.engine.pool import ModelPool
 
 UID = re.compile(r"[0-9a-f]{32}")
-PROBE_UID = "0" * 32
+PROBE_START = "0" * 24
 """Of no job: written and dropped now and then, to see whether writing works."""
 OWNERLESS_S = 600.0
 """Far longer than any server takes from a job's uploads to its row."""
@@ -125,7 +125,7 @@ class Results:
     def uids(self) -> list[str]:
         """All jobs that have files."""
         names = (path.name for path in self.folder.glob("*/*"))
-        return [name for name in names if UID.fullmatch(name) and name != PROBE_UID]
+        return [name for name in names if UID.fullmatch(name) and not name.startswith(PROBE_START)]
 
     def _folder(self, uid: str) -> Path:
         assert UID.fullmatch(uid)
@@ -268,6 +268,7 @@ class ResultWriter:
         """Whose pictures these are, where several servers share a database."""
         self.trouble: str | None = None
         """What the disk last complained of; None once it works again."""
+        self._probe_uid = PROBE_START + secrets.token_hex(4)  # its own: servers share a database
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="darkroom-keeper")
 
@@ -368,11 +369,12 @@ class ResultWriter:
     def probe(self) -> None:
         """Write and drop a small file, to see whether writing works."""
         try:
-            self._results.write(PROBE_UID, {"probe": b"\0" * 4096})
-            self._results.delete(PROBE_UID)
+            self._results.write(self._probe_uid, {"probe": b"\0" * 4096})
+            self._results.delete(self._probe_uid)
             self.trouble = None
         except (OSError, StorageError) as error:
             self.trouble = getattr(error, "strerror", None) or "the disk takes no writes"
+            LOG.error("pictures cannot be written: %s", error)
 
     def write_uploads(self, uid: str, uploads: Uploads) -> None:
         """Keep the pictures that came with a job."""
