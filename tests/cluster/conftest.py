@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -40,9 +40,22 @@ NODE: dict[str, Any] = {
 """What `head.add_node(**NODE)` adds."""
 
 
+CLOSING: list[Callable[[], None]] = []
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """A worker of xdist has all tests of the group in a row: Ray goes after the last of them. Else it would
+    take memory and time of the thousands that follow, and its driver, the worker, would end where it does.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ and "@ray" not in getattr(nextitem, "nodeid", ""):
+        while CLOSING:
+            CLOSING.pop()()
+
+
 @pytest.fixture(scope="session")
 def head() -> Iterator[Any]:
-    """`ray.cluster_utils.Cluster` of a head alone, connected to, for the whole session."""
+    """`ray.cluster_utils.Cluster` of a head alone, connected to."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -57,14 +70,20 @@ def head() -> Iterator[Any]:
     folder = tempfile.mkdtemp(prefix="ray-")  # short: the paths of sockets are
     os.environ["RAY_TMPDIR"] = folder  # also the note of which cluster 'auto' is
     made = Cluster(initialize_head=True, head_node_args=node)
-    try:
-        ray.init(address=made.address, log_to_driver=False)
-        yield made
-    finally:
+
+    def close() -> None:
         ray.shutdown()
         made.shutdown()
         del os.environ["RAY_TMPDIR"]
         shutil.rmtree(folder, ignore_errors=True)
+
+    CLOSING.append(close)
+    try:
+        ray.init(address=made.address, log_to_driver=False)
+        yield made
+    finally:
+        while CLOSING:
+            CLOSING.pop()()
 
 
 @pytest.fixture
