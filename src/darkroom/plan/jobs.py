@@ -37,8 +37,8 @@ class ProcessBytes(NamedTuple):
     in_folios: float
 
 
-DRAWING = ProcessBytes(425e6, 490e6)  # of `generate`, which needs no library of stores: 430 with 7 of tensors
-TRAINING = ProcessBytes(650e6, 825e6)  # runs of 25 and 44 MB of tensors took 680 and 682
+DRAWING = ProcessBytes(425e6, 480e6)  # of `generate`, which needs no library of stores: 430 with 7 of tensors
+TRAINING = ProcessBytes(650e6, 800e6)  # runs of 25 and 44 MB of tensors took 680 and 682
 MOST_ROWS = 4096
 START_S = 10.0  # a process and its imports: bills of runs on two cores say 8 to 12 s
 LOAD_BYTES_S = 1e9  # weights from a disk, hashed: guessed, a disk gives 0.5 to 5 GB/s and SHA-256 takes 1.5
