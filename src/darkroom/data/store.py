@@ -480,10 +480,10 @@ class Store:
         config = self.dataset.config()
         return {key[len(LICENCE_KEY) :]: text for key, text in config.items() if key.startswith(LICENCE_KEY)}
 
-    def sources(self) -> dict[str, int]:
-        """The name of each source and how many rows came from it."""
+    def sources(self, filter: str | None = None) -> dict[str, int]:
+        """The name of each source and how many rows came from it, of those that a filter in SQL finds."""
         counts: Counter[str] = Counter()
-        for batch in self.scan(["source"], batch_rows=65_536):
+        for batch in self.scan(["source"], filter=filter, batch_rows=65_536):
             for entry in batch.column("source").value_counts().to_pylist():
                 counts[entry["values"]] += entry["counts"]
         return dict(counts)
