@@ -247,15 +247,11 @@ def _saved(
     axes: list[str] | None,
 ) -> list[Path]:
     """Write the pictures, and a sheet of them all where they are a grid's."""
-    from darkroom import sample
     from darkroom.sample import provenance, watermark
 
     if marks is not None and (line := watermark.too_small(picture.image.size for picture in pictures)):
         _note(line)
-    made = provenance.save_pictures(pictures, files.out, marks, *ingredients, kind=files.kind, grid=not axes)
-    if axes:
-        made.append(sample.save_sheet([picture.image for picture in pictures], axes, files.out))
-    return made
+    return provenance.save_pictures(pictures, files.out, marks, *ingredients, kind=files.kind, axes=axes)
 
 
 class _GenerateCall(NamedTuple):

@@ -19,9 +19,10 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,17 @@ from darkroom.errors import InputError, first_line, install_extra
 from darkroom.hardware.system import atomic_replace
 from darkroom.options import check_credentials
 from darkroom.sample import watermark
-from darkroom.sample.pictures import PROMPTS, XMP, Picture, parameters_in, png_text
+from darkroom.sample.pictures import (
+    PROMPTS,
+    XMP,
+    Picture,
+    make_grid,
+    parameters_in,
+    png_text,
+    save_grid,
+)
 from darkroom.sample.pictures import save_pictures as plain_save
+from darkroom.sample.prompt_files import read_axes, sheet
 
 LOG = logging.getLogger("darkroom.sample")
 EXTRA = "provenance"
@@ -265,11 +275,28 @@ class Provenance:
         if controls:
             ids = [f"control-{i}" for i in range(len(controls))]
             actions[-1]["parameters"] = {"ingredientIds": ids}
-        agent = f"{parameters.get('model', 'a model')} (darkroom {__version__})"
         for action in actions:
-            action["softwareAgent"] = {"name": agent}
+            action["softwareAgent"] = {"name": _agent(parameters)}
         generation = {"label": "org.darkroom.generation", "data": self._disclosed(parameters)}
         return self._sign(content, kind, actions, [generation], inputs, controls)
+
+    def composed(
+        self, content: bytes, kind: str, parameters: Sequence[dict[str, Any]], files: Iterable[bytes]
+    ) -> bytes:
+        """The credentials of a sheet of pictures that a model made: their `files`, read one by one, are its
+        ingredients, and it says the settings that all of them have.
+        """
+        ids = [f"picture-{i}" for i in range(len(parameters))]
+        actions: list[dict[str, Any]] = [
+            {"action": "c2pa.created", "digitalSourceType": f"{SOURCE}/compositeSynthetic"},
+            {"action": "c2pa.placed", "parameters": {"ingredientIds": ids}},
+        ]
+        first = parameters[0]
+        same = {k: v for k, v in first.items() if all(k in one and one[k] == v for one in parameters)}
+        for action in actions:
+            action["softwareAgent"] = {"name": _agent(same)}
+        generation = {"label": "org.darkroom.generation", "data": self._disclosed(same)}
+        return self._sign(content, kind, actions, [generation], [], [], files)
 
     def converted(self, content: bytes, kind: str, original: bytes) -> bytes:
         """The credentials of a file that is another one in a new format: that one is its ingredient."""
@@ -317,6 +344,7 @@ class Provenance:
         more: list[dict[str, Any]],
         inputs: Sequence[bytes],
         controls: Sequence[bytes] = (),
+        parts: Iterable[bytes] = (),
     ) -> bytes:
         if self._certificate is None:
             return content
@@ -333,9 +361,11 @@ class Provenance:
             builder = c2pa.Builder.from_json(json.dumps(manifest), context)
             titled = [(f"input {i}", given) for i, given in enumerate(inputs)]
             titled += [(f"control {i}", given) for i, given in enumerate(controls)]
-            for title, given in titled:
+            placed = ((f"picture {i}", given) for i, given in enumerate(parts))
+            for title, given in chain(titled, placed):
                 name = title.replace(" ", "-")
-                relation = "parentOf" if title == "input 0" else "inputTo"
+                relations = {"input 0": "parentOf", "picture": "componentOf"}
+                relation = relations.get(title) or relations.get(title.split()[0], "inputTo")
                 ingredient = {"title": title, "relationship": relation, "label": name, "instance_id": name}
                 try:
                     builder.add_ingredient(ingredient, TYPES[_kind_of(given)], io.BytesIO(given))
@@ -368,19 +398,40 @@ def save_pictures(
     *,
     kind: str = "png",
     grid: bool = True,
+    axes: Sequence[str] | None = None,
 ) -> list[Path]:
-    """`pictures.save_pictures` with watermark and credentials, where `provenance` is given."""
-    if provenance is None:
-        return plain_save(pictures, out, kind=kind, grid=grid)
-    marked = [
-        replace(picture, image=provenance.marked(picture.image, Origin.of(picture.parameters)))
-        for picture in pictures
-    ]
+    """`pictures.save_pictures` with watermark and credentials, where `provenance` is given; with `axes` the
+    grid is the sheet that these are of, a PNG. A grid's cells have their pictures' marks.
+    """
 
     def sign(content: bytes, manifest: dict[str, Any]) -> bytes:
+        assert provenance is not None
         return provenance.signed(content, kind.upper(), manifest, inputs, controls)
 
-    return plain_save(marked, out, kind=kind, grid=grid, sign=sign)
+    def sign_grid(content: bytes) -> bytes:
+        assert provenance is not None
+        files = (path.read_bytes() for path in paths)
+        return provenance.composed(content, grid_kind.upper(), [one.parameters for one in pictures], files)
+
+    if provenance is not None:
+        pictures = [
+            replace(picture, image=provenance.marked(picture.image, Origin.of(picture.parameters)))
+            for picture in pictures
+        ]
+    signs = provenance is not None
+    paths = plain_save(pictures, out, kind=kind, grid=False, sign=sign if signs else None)
+    images = [picture.image for picture in pictures]
+    if axes:
+        image, grid_kind = sheet(images, read_axes(axes)), "png"
+    elif grid and len(pictures) > 1:
+        image, grid_kind = make_grid(images), kind
+    else:
+        return paths
+    return [*paths, save_grid(image, out, kind=grid_kind, sign=sign_grid if signs else None)]
+
+
+def _agent(parameters: Mapping[str, Any]) -> str:
+    return f"{parameters.get('model', 'a model')} (darkroom {__version__})"
 
 
 OFFLINE = {"remote_manifest_fetch": False, "ocsp_fetch": False}
