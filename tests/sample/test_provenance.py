@@ -16,6 +16,7 @@ from PIL import Image
 from test_watermark import jpeg, photo
 from typer.testing import CliRunner
 
+from darkroom import certificates
 from darkroom.cli.application import app
 from darkroom.errors import InputError
 from darkroom.sample import provenance
@@ -437,8 +438,8 @@ def test_pictures_of_other_formats_are_refused(tmp_path):
 
 def test_without_a_signer_it_is_said_what_brings_one_on_this_system(certificate, monkeypatch):
     """On Windows no extra does: there is no wheel."""
-    monkeypatch.setattr(provenance, "installed", lambda: False)
+    monkeypatch.setattr(certificates, "installed", lambda: False)
     for system, mend in (("linux", r"pip install '\.\[provenance\]'"), ("win32", "WSL 2")):
-        monkeypatch.setattr(provenance, "sys", SimpleNamespace(platform=system))
+        monkeypatch.setattr(certificates, "sys", SimpleNamespace(platform=system))
         with pytest.raises(InputError, match=f"c2pa-python is not installed.*{mend}"):
             Certificate.read(certificate)

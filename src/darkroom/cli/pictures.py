@@ -154,11 +154,12 @@ class FileOptions:
         """What marks and signs pictures; None where that is not wanted. A missing signer is said."""
         if not self.provenance:
             return None
-        from darkroom.sample import provenance as proving
+        from darkroom import certificates
+        from darkroom.sample.provenance import Provenance
 
-        found = proving.Provenance.opened(self.sign, proving.local_certificate(), say=self.credentials)
+        found = Provenance.opened(self.sign, certificates.local_certificate(), say=self.credentials)
         if not found.signs:
-            mend = "" if proving.installed() else f": {proving.how_to_sign()}, or --no-provenance"
+            mend = "" if certificates.installed() else f": {certificates.how_to_sign()}, or --no-provenance"
             _note(f"the pictures are marked, not signed{mend}")
         return found
 
