@@ -197,6 +197,15 @@ class Pin(NamedTuple):
         """As the lock has it, for pip and uv."""
         return " \\\n    ".join((self.requirement, *self.hashes))
 
+    @property
+    def version(self) -> str:
+        return self.requirement.partition("==")[2].partition(";")[0].strip()
+
+    @property
+    def sha256(self) -> tuple[str, ...]:
+        """The hashes as hexadecimal digits."""
+        return tuple(one.removeprefix("--hash=sha256:") for one in self.hashes)
+
 
 BASE, TOOL = "base", "make"  # in the place of an extra: what every command needs, and what installs it
 PIN = re.compile(r"^((\S+?)==[^\\\n]+?)((?: \\\n    --hash=\S+)*)\n    # for (.+)$", re.MULTILINE)
@@ -631,17 +640,82 @@ def _lines_of_lock(found: list[tuple[str, str, str]], names: dict[str, set[str]]
     return lines
 
 
+CHECK_SBOM = """
+import sys
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+wrong = JsonStrictValidator(SchemaVersion.V1_6).validate_str(open(sys.argv[1], encoding="utf-8").read())
+sys.exit(None if wrong is None else f"{sys.argv[1]} is no valid CycloneDX: {str(wrong)[:500]}")
+"""
+
+
 def sbom(machine: Machine) -> None:
-    """The bill of materials of .venv, by CycloneDX's own tool in an environment of its own."""
+    """The bill of materials of .venv, by CycloneDX's own tool in an environment of its own, with hashes, and
+    checked against the schema.
+    """
     setup(machine, ("all",))
     installer = Installer(machine)
     out = ROOT / "build" / "sbom.json"
+    part = out.with_name("sbom.part.json")
     if not machine.dry:
         out.parent.mkdir(exist_ok=True)
-    tool = ("tool", "run", *uv_options(installer.settings), "--from", CYCLONEDX, "cyclonedx-py")
-    told = ("--pyproject", "pyproject.toml", "--output-reproducible", "--output-file", str(out))
-    machine.run(str(PYTHON), "-m", "uv", *tool, "environment", str(PYTHON), *told)
+    tool = (str(PYTHON), "-m", "uv", "tool", "run", *uv_options(installer.settings), "--from", CYCLONEDX)
+    options = ("--spec-version", "1.6", "--pyproject", "pyproject.toml", "--output-reproducible")
+    machine.run(*tool, "cyclonedx-py", "environment", str(PYTHON), *options, "--output-file", str(part))
+    if not machine.dry:
+        bill = json.loads(part.read_text(encoding="utf-8"))
+        counts = add_hashes(bill, read_pins(LOCK.read_text(encoding="utf-8")), site_packages())
+        part.write_text(json.dumps(bill, indent=2) + "\n", encoding="utf-8")
+        say(
+            "{} components: {} with {}'s hashes, {} with their RECORD's".format(
+                *counts[:2], LOCK.name, counts[2]
+            )
+        )
+    machine.run(*tool, "python", "-c", CHECK_SBOM, str(part))
+    if not machine.dry:
+        part.replace(out)
     say(f"{out}: what is installed in .venv")
+
+
+def add_hashes(bill: dict[str, Any], pins: list[Pin], packages: Path) -> tuple[int, int, int]:
+    """Give a bill's components the lock's SHA-256 of their files, of which the set-up has installed one, and
+    that of the list of files that was installed (RECORD); how many there are, and how many got each.
+
+    Where the lock has one file alone its hash is the component's; several are those of a distribution.
+    """
+    locked_hashes = {(canonical(pin.name), pin.version): pin.sha256 for pin in pins}
+    records = {
+        tuple(folder.name.removesuffix(".dist-info").rpartition("-")[::2]): folder / "RECORD"
+        for folder in packages.glob("*.dist-info")
+    }
+    records = {(canonical(name), version): path for (name, version), path in records.items()}
+    by_lock = by_record = 0
+    for component in bill.get("components", []):
+        place = canonical(component["name"]), component.get("version", "")
+        hashes = [{"alg": "SHA-256", "content": one} for one in locked_hashes.get(place, ())]
+        if len(hashes) == 1:
+            component["hashes"] = hashes
+        if hashes:
+            by_lock += 1
+            link = {
+                "type": "distribution",
+                "url": f"https://pypi.org/project/{place[0]}/{place[1]}/",
+                "comment": f"the files that {LOCK.name} allows, of which one is installed",
+                "hashes": hashes,
+            }
+            component["externalReferences"] = [*component.get("externalReferences", []), link]
+        record = records.get(place)
+        if record is not None and record.is_file():
+            by_record += 1
+            digest = hashlib.sha256(record.read_bytes()).hexdigest()
+            entry = {"name": "darkroom:RECORD:sha256", "value": digest}
+            component["properties"] = [*component.get("properties", []), entry]
+    return len(bill.get("components", [])), by_lock, by_record
+
+
+def canonical(name: str) -> str:
+    """A package's name as indexes have it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def clean(machine: Machine) -> None:

@@ -20,7 +20,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "darkroom"
 LEVELS = (
     {"errors", "libraries"},
     {"hardware", "counting"},
-    {"bill", "tables", "options"},
+    {"bill", "tables", "options", "certificates"},
     {"run", "picture_settings"},
     {"models", "data"},
     {"prepare", "sample", "evaluate"},

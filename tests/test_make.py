@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -508,6 +510,113 @@ def test_a_package_without_its_marker_is_found(uv, tmp_path, package, system):
     code, said = resolved(uv, without, system, "3.12")
     assert code != 0
     assert f"{package}=={line.split('==')[1].split()[0]} has no" in said
+
+
+# ---- the bill of materials
+
+SBOM_LOCK = """\
+one-two==1.0 \\
+    --hash=sha256:{a}
+    # for base
+three==2.0 ; python_version >= '3.11' \\
+    --hash=sha256:{b} \\
+    --hash=sha256:{c}
+    # for base
+torch==3.0
+    # for base
+""".format(a="a" * 64, b="b" * 64, c="c" * 64)
+
+
+@pytest.fixture
+def bill(monkeypatch, tmp_path):
+    """Makes a bill as `make sbom` does, where the tool finds these packages; what it left."""
+    packages = tmp_path / "venv" / "lib" / "python3.12" / "site-packages"
+    for name in ("One_Two-1.0", "three-2.1", "torch-3.0+cpu"):
+        (packages / f"{name}.dist-info").mkdir(parents=True)
+        (packages / f"{name}.dist-info" / "RECORD").write_text(f"{name}/__init__.py,sha256=x,1\n")
+    (tmp_path / "requirements.lock").write_text(SBOM_LOCK)
+    for name, value in {
+        "ROOT": tmp_path,
+        "LOCK": tmp_path / "requirements.lock",
+        "VENV": tmp_path / "venv",
+    }.items():
+        monkeypatch.setattr(make, name, value)
+    monkeypatch.setattr(make, "setup", lambda *_: None)
+    monkeypatch.setattr(make.Installer, "_get_uv", lambda _: True)
+    found = [("one.two", "1.0"), ("three", "2.0"), ("torch", "3.0+cpu")]
+
+    def made(valid: bool = True) -> dict:
+        def run(_: object, *command: str, **__: object) -> None:
+            if "cyclonedx-py" in command:
+                parts = [{"type": "library", "name": n, "version": v, "bom-ref": n} for n, v in found]
+                content = {"bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1, "components": parts}
+                Path(command[-1]).write_text(json.dumps(content))
+            elif not valid:
+                assert make.CHECK_SBOM in command
+                raise make.Failed(1)
+
+        monkeypatch.setattr(make.Machine, "run", run)
+        make.main(["sbom"])
+        return json.loads((tmp_path / "build" / "sbom.json").read_text())
+
+    return made
+
+
+def test_the_bill_of_materials_has_the_locks_hashes(bill, capsys):
+    one, three, torch = bill()["components"]
+    assert one["hashes"] == [{"alg": "SHA-256", "content": "a" * 64}], "the lock has one file of it"
+    [link] = three["externalReferences"]
+    assert link["type"] == "distribution"
+    assert [entry["content"] for entry in link["hashes"]] == ["b" * 64, "c" * 64]
+    assert "hashes" not in three, "which of both is installed is not known"
+    assert "externalReferences" not in torch, "the lock has no hashes of it"
+    record = hashlib.sha256(b"torch-3.0+cpu/__init__.py,sha256=x,1\n").hexdigest()
+    assert torch["properties"] == [{"name": "darkroom:RECORD:sha256", "value": record}]
+    assert "properties" not in three, "the control: another version of it is there"
+    assert "3 components: 2 with requirements.lock's hashes, 2 with their RECORD's" in capsys.readouterr().out
+
+
+def test_a_bill_of_materials_that_is_not_valid_replaces_none(bill, tmp_path):
+    good = bill()
+    with pytest.raises(make.Failed):
+        bill(valid=False)
+    assert json.loads((tmp_path / "build" / "sbom.json").read_text()) == good
+
+
+@pytest.mark.nightly
+def test_the_bill_of_materials_of_this_environment_is_valid_cyclonedx(uv, tmp_path):
+    """By CycloneDX's own tool and schema, which it fetches."""
+    tool = [*uv, "tool", "run", "--from", make.CYCLONEDX]
+    part = tmp_path / "sbom.json"
+    command = [
+        "cyclonedx-py",
+        "environment",
+        sys.executable,
+        "--spec-version",
+        "1.6",
+        "--output-file",
+        str(part),
+    ]
+    made = subprocess.run([*tool, *command], capture_output=True, text=True, check=False)
+    if "error sending request" in made.stderr:
+        missing("the package index cannot be reached")
+    assert made.returncode == 0, made.stderr
+    content = json.loads(part.read_text())
+    packages = Path(sysconfig.get_path("purelib"))
+    whole, by_lock, by_record = make.add_hashes(content, make.read_pins(LOCK.read_text("utf-8")), packages)
+    assert whole > 50
+    assert by_lock > 0.5 * whole
+    assert by_record > 0.5 * whole
+
+    def check(text: str) -> subprocess.CompletedProcess[str]:
+        part.write_text(text)
+        command = [*tool, "python", "-c", make.CHECK_SBOM, str(part)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert check(json.dumps(content)).returncode == 0
+    wrong = check(json.dumps(content).replace("SHA-256", "SHA-257"))
+    assert wrong.returncode == 1, "the control"
+    assert "is no valid CycloneDX" in wrong.stderr
 
 
 # ---- the suite

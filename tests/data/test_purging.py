@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import lance
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 
 import warm
 from darkroom.cli.application import app
-from darkroom.data import verify
+from darkroom.data import takedowns, verify
 from darkroom.data.commit_retry import writing
 from darkroom.data.importers.job import import_pictures, picture_id
 from darkroom.data.store import Store
@@ -97,6 +99,15 @@ def check_gone(store: Path) -> None:
     found = verify(store)
     assert found.problems == []
     assert found.hashed == found.rows >= 10
+    assert taken_down(store) == {"A": 10}
+
+
+def taken_down(store: Path) -> dict[str | None, int]:
+    """What `verify` says was deleted, all days together."""
+    counts: Counter[str | None] = Counter()
+    for one in verify(store).takedowns:
+        counts[one["source"]] += one["pictures"]
+    return dict(counts)
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +130,113 @@ def test_all_that_was_made_of_a_picture_leaves_the_disk(path):
     check_gone(path)
     with pytest.raises(StoreError, match="no source 'A'; allowed: B"):
         Store.open(path).delete(source="A")
+
+
+def test_verify_shows_what_was_deleted_on_which_day(path, monkeypatch):
+    assert verify(path).takedowns == [], "the control: nothing was deleted"
+    before = f"{datetime.now(UTC):%Y-%m-%d}"
+    ids = [picture_id(f"<picture {s} {i}>".encode(), f"{s} {i}") for s, i in (("A", 0), ("A", 1), ("B", 5))]
+    Store.open(path).delete(ids=ids)
+    Store.open(path).delete(ids=ids)  # again: nothing more is gone
+    days = {before, f"{datetime.now(UTC):%Y-%m-%d}"}
+    found = verify(path)
+    assert {one["day"] for one in found.takedowns} <= days
+    assert taken_down(path) == {"A": 2, "B": 1}
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.now(tz) + timedelta(days=400)
+
+    monkeypatch.setattr(takedowns, "datetime", Later)
+    Store.open(path).delete(source="A")
+    assert taken_down(path) == {"A": 10, "B": 1}
+    *_, last = verify(path).takedowns
+    assert (last["source"], last["pictures"], last["day"] in days) == ("A", 8, False)
+    kept = "".join(file.read_text() for file in (path / "_takedowns").iterdir())
+    assert not [text for text in (*ids, "<picture", "A 0") if text in kept]
+    result = CliRunner().invoke(app, ["verify", str(path)])
+    assert result.exit_code == 0
+    assert f"deleted on {last['day']} of 'A': 8 pictures" in result.output
+    told = json.loads(CliRunner().invoke(app, ["verify", str(path), "--json"]).output)
+    assert told["takedowns"] == verify(path).takedowns
+
+
+def test_what_was_deleted_before_days_were_noted_is_counted(path):
+    ids = [picture_id(f"<picture B {i}>".encode(), f"B {i}") for i in (5, 6)]
+    Store.open(path).delete(ids=ids[:1])
+    shutil.rmtree(path / "_takedowns")
+    Store.open(path).delete(ids=ids[1:])
+    unknown, noted = verify(path).takedowns
+    assert unknown == {"day": None, "source": None, "pictures": 1}
+    assert (noted["source"], noted["pictures"]) == ("B", 1)
+    assert "deleted before days were noted: 1 pictures" in verify(path).lines()
+
+
+def test_a_damaged_note_of_a_deletion_is_named(path):
+    Store.open(path).delete(source="A")
+    (note,) = (f for f in (path / "_takedowns").iterdir() if f.name != "before.json")
+    note.write_text('{"day": 3}')
+    assert [p for p in verify(path).problems if note.name in p and "damaged" in p]
+    Store.open(path).append(rows_of("B", 20, 1))  # which needs no note of what is done
+
+
+KILLED_NOTING = """
+import os, signal, sys
+from darkroom.data.store import Store
+from darkroom.data.takedowns import Takedowns
+def killed(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+store, of, where = Store.open(sys.argv[1]), sys.argv[2], sys.argv[3]
+if where == "half":
+    whole, Store._delete_where, calls = Store._delete_where, None, []
+    def one(*words):
+        calls.append(1)
+        return whole(*words) if len(calls) == 1 else killed()
+    import darkroom.data.store as module
+    module.IDS_PER_DELETE = 4
+    Store._delete_where = one
+elif where == "finish":
+    Takedowns.finish = killed
+elif where == "removal":
+    from darkroom.data import takedowns
+    takedowns.remove_file = killed
+else:
+    setattr(Store, where, killed)
+ids = [i for b in store.scan(["id"], filter="source = 'A'") for i in b.column("id").to_pylist()]
+store.delete(**({"ids": ids} if of == "ids" else {"source": "A"}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("of", "where", "gone"),
+    [
+        ("source", "_delete_where", 0),
+        ("source", "finish", 10),
+        ("ids", "_delete_where", 0),
+        ("ids", "half", 4),
+        ("ids", "finish", 10),
+        ("source", "removal", 10),
+        ("ids", "removal", 10),
+    ],
+)
+def test_a_killed_deletion_is_counted_once(path, of, where, gone):
+    ids = [i for b in Store.open(path).scan(["id"], filter="source = 'A'") for i in b["id"].to_pylist()]
+    child = warm.run([sys.executable, "-c", KILLED_NOTING, str(path), of, where])
+    assert child.returncode == -9
+    left = 10 - gone
+    assert Store.open(path).sources().get("A", 0) == left
+    assert taken_down(path).get("A", 0) == gone
+    assert any("it was stopped" in problem for problem in verify(path).problems) == (left > 0)
+    other = Path(shutil.copytree(path, path.with_name("other.lance")))
+    assert Store.open(path).delete(**({"ids": ids} if of == "ids" else {"source": "A"})).rows == left
+    check_gone(path)
+    assert not list((path / "_takedowns").glob("*.pending"))
+    store = Store.open(other)  # a write notes what is gone before it adds pictures of the same source
+    store.append(rows_of("A", 30, 3))
+    assert taken_down(other) == ({"A": gone} if gone else {})
+    store.delete(source="A")
+    assert taken_down(other) == {"A": 13}
 
 
 KILLED = """

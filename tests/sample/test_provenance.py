@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from PIL import Image
 from test_watermark import jpeg, photo
 from typer.testing import CliRunner
 
+from darkroom import certificates
 from darkroom.cli.application import app
 from darkroom.errors import InputError
 from darkroom.sample import provenance
@@ -247,6 +249,53 @@ def test_pictures_that_steered_it_are_ingredients_and_no_origin(certificate, tmp
     assert not any("control" in step for step in plain.chain)
 
 
+@pytest.mark.parametrize(("kind", "axes"), [("png", None), ("jpeg", None), ("png", ["seed=3,4"])])
+def test_a_grid_is_signed_with_its_pictures_as_ingredients(certificate, tmp_path, kind, axes):
+    """Labelled sheets had no credentials, and a grid named no model and no picture."""
+    pictures = [Picture(photo(256, i), {**PARAMETERS, "seed": 3 + i}, torch.zeros(4, 8, 8)) for i in (0, 1)]
+    marks = Provenance.opened(certificate, tmp_path / "own.pem")
+    made = provenance.save_pictures(pictures, tmp_path / "out", marks, kind=kind, axes=axes)
+    *cells, grid = made
+    assert grid.stem == "grid-00000"
+    proof = verify_picture(grid, trust=certificate)
+    assert (proof.ok, proof.credentials, proof.signer) == (True, "trusted", "Studio Alice"), proof.problems
+    assert proof.declared
+    assert proof.says["model_sha256"] == "ab" * 32
+    assert "seed" not in proof.says, "it is not the same in all pictures"
+    assert "created by small" in proof.chain[0]
+    assert "placed" in proof.chain[0]
+    assert [step.partition(":")[0] for step in proof.chain[1:]] == ["picture 0", "picture 1"]
+    assert all("signed by Studio Alice (trusted)" in step for step in proof.chain[1:])
+    marked = {verify_picture(cell).watermark for cell in cells}
+    assert proof.watermark in {*marked, "there"}, "its pictures are marked"
+    changed = bytearray(grid.read_bytes())
+    changed[-200 if kind == "jpeg" else changed.rfind(b"IDAT") + 50] ^= 1
+    grid.write_bytes(bytes(changed))
+    with suppress(InputError):  # the stream itself broke
+        assert verify_picture(grid, trust=certificate).credentials == "invalid", "the control"
+    for plain in provenance.save_pictures(pictures, tmp_path / "plain", None, kind=kind, axes=axes):
+        assert verify_picture(plain).credentials == "none", "the control: unsigned"
+
+
+def test_generate_signs_its_sheets_unless_it_signs_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("DARKROOM_PROVENANCE", "1")
+    command = ["generate", "tiny", "a cat", "--size", "256", "--grid", "steps=1,2", "--json", "--out"]
+    for more, credentials in (([], "trusted"), (["--no-provenance"], "none")):
+        done = CliRunner().invoke(app, [*command, str(tmp_path / credentials), *more])
+        assert done.exit_code == 0, done.output
+        proof = verify_picture(Path(json.loads(done.stdout)["pictures"][-1]))
+        assert Path(proof.file).name == "grid-00000.png"
+        assert (proof.ok, proof.credentials) == (True, credentials)
+
+
+def test_a_grid_s_credentials_say_no_more_than_its_pictures(certificate, tmp_path):
+    pictures = [Picture(photo(256, i), dict(PARAMETERS), torch.zeros(4, 8, 8)) for i in (0, 1)]
+    for say, keys in (("model", {"model", "model_sha256", "version"}), ("all", set(PARAMETERS))):
+        marks = Provenance.opened(certificate, tmp_path / "own.pem", say=say)
+        *_, grid = provenance.save_pictures(pictures, tmp_path / say, marks)
+        assert set(verify_picture(grid).says) == keys
+
+
 def test_a_picture_in_another_format_is_named_as_png(certificate, tmp_path):
     photo(64).save(tmp_path / "a.bmp")
     given = provenance.as_ingredient(tmp_path / "a.bmp")
@@ -389,8 +438,8 @@ def test_pictures_of_other_formats_are_refused(tmp_path):
 
 def test_without_a_signer_it_is_said_what_brings_one_on_this_system(certificate, monkeypatch):
     """On Windows no extra does: there is no wheel."""
-    monkeypatch.setattr(provenance, "installed", lambda: False)
+    monkeypatch.setattr(certificates, "installed", lambda: False)
     for system, mend in (("linux", r"pip install '\.\[provenance\]'"), ("win32", "WSL 2")):
-        monkeypatch.setattr(provenance, "sys", SimpleNamespace(platform=system))
+        monkeypatch.setattr(certificates, "sys", SimpleNamespace(platform=system))
         with pytest.raises(InputError, match=f"c2pa-python is not installed.*{mend}"):
             Certificate.read(certificate)

@@ -1,4 +1,4 @@
-"""A model card says the sources and licences of the pictures, as the store has them."""
+"""A model card says which pictures were trained on, of which sources and licences, and no place of theirs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from subjects import recipe_for
 from typer.testing import CliRunner
 
+from darkroom import models
 from darkroom.cli.application import app
+from darkroom.data.store import Store
 from darkroom.errors import InputError
-from darkroom.recipe.sections import DataSettings
-from darkroom.train.run import model_card
+from darkroom.recipe.sections import DataSettings, StoreWeight
+from darkroom.train.exports import TrainingData
+from darkroom.train.run import train
 
 
 def pictures(folder: Path, count: int, seed: int) -> Path:
@@ -25,30 +29,115 @@ def pictures(folder: Path, count: int, seed: int) -> Path:
     return folder
 
 
-def test_sources_and_licences_go_from_the_store_into_the_card(tmp_path):
-    store, run = tmp_path / "a.lance", CliRunner()
-    for name, count, licence in (("cats", 3, "CC-BY-4.0"), ("dogs", 2, None)):
-        told = ["import", str(pictures(tmp_path / name, count, count)), str(store)]
-        told += [] if licence is None else ["--licence", licence]
-        assert run.invoke(app, told).exit_code == 0
-    card = model_card("pets", "pretrain", DataSettings(store=str(store)))
-    assert "| a.lance | cats | 3 | CC-BY-4.0 |" in card
-    assert "| a.lance | dogs | 2 | unknown |" in card
-    assert yaml.safe_load(card.split("---")[1])["license"] == "other"
-    again = run.invoke(app, ["import", str(tmp_path / "dogs"), str(store), "--licence", "CC-BY-4.0"])
-    assert again.exit_code == 0
-    card = model_card("pets", "pretrain", DataSettings(store=str(store)))
-    assert yaml.safe_load(card.split("---")[1])["license"] == "cc-by-4.0"
-    bad = run.invoke(app, ["import", str(tmp_path / "dogs"), str(store), "--licence", "a\nb"])
+def imported(folder: Path, store: Path, *more: str) -> None:
+    result = CliRunner().invoke(app, ["import", str(folder), str(store), *more])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.fixture
+def pets(tmp_path: Path) -> Path:
+    """Three pictures of a known licence, and two of which nobody noted one."""
+    store = tmp_path / "a.lance"
+    imported(pictures(tmp_path / "cats", 3, 3), store, "--licence", "CC-BY-4.0")
+    imported(pictures(tmp_path / "dogs", 2, 2), store)
+    return store
+
+
+def card(data: DataSettings, noted: dict[str, object] | None = None) -> str:
+    return "\n".join(TrainingData.of(data, Path("no run"), noted or {}).lines())
+
+
+def licence(data: DataSettings) -> str | None:
+    return TrainingData.of(data, Path("no run"), {}).licence
+
+
+def test_sources_and_licences_go_from_the_store_into_the_card(pets: Path, tmp_path: Path) -> None:
+    data = DataSettings(store=str(pets))
+    assert "| a.lance | cats | 3 | CC-BY-4.0 |\n| a.lance | dogs | 2 | unknown |" in card(data)
+    assert "| CC-BY-4.0 | 3 |\n| unknown | 2 |" in card(data)
+    assert licence(data) is None
+    imported(tmp_path / "dogs", pets, "--licence", "CC-BY-4.0")
+    assert licence(data) == "CC-BY-4.0"
+    assert "| CC-BY-4.0 | 5 |" in card(data)
+    assert "unknown" not in card(data)
+    bad = CliRunner().invoke(app, ["import", str(tmp_path / "dogs"), str(pets), "--licence", "a\nb"])
     assert isinstance(bad.exception, InputError)
 
 
+def test_a_filter_and_the_version_that_was_trained_on_decide_what_counts(pets: Path, tmp_path: Path) -> None:
+    store = Store.open(pets)
+    store.pin("a run")
+    noted = {"version": store.version, "rows": 5}
+    imported(pictures(tmp_path / "birds", 4, 4), pets, "--licence", "CC0-1.0")
+    imported(tmp_path / "dogs", pets, "--licence", "MIT | Expat")  # known since
+    data = DataSettings(store=str(pets))
+    then, now = card(data, noted), card(data)
+    assert "birds" not in then
+    assert r"| a.lance | dogs | 2 | MIT \| Expat |" in then
+    assert "| a.lance | birds | 4 | CC0-1.0 |" in now  # without the version all would count
+    store.unpin("a run")
+    Store.open(pets).compact()
+    assert "A version that was trained on is gone" in card(data, noted)
+    assert "is gone" not in now + then
+    only = data.model_copy(update={"filter": "source = 'cats'"})
+    assert licence(only) == "CC-BY-4.0"
+    assert "dogs" not in card(only)
+
+
 @pytest.mark.parametrize(
-    "data", [{"store": "gone.lance"}, {"folder": "photos"}, {"store": "/home/ada/secret/gone.lance"}]
+    "data", [{"store": "gone.lance"}, {"folder": "/photos"}, {"store": "/home/ada/secret/gone.lance"}]
 )
-def test_what_cannot_be_looked_up_is_unknown(data):
-    card = model_card("pets", "pretrain", DataSettings(**data))
-    assert "unknown" in card
-    assert ("gone.lance" in card) == ("store" in data)
-    assert "secret" not in card
-    assert yaml.safe_load(card.split("---")[1])["license"] == "other"
+def test_what_cannot_be_looked_up_is_unknown(data: dict[str, str]) -> None:
+    text = card(DataSettings(**data))
+    assert "| unknown | unknown |" in text
+    assert "| unknown | 0 and more |" in text
+    assert ("gone.lance" in text) == ("store" in data)
+    assert "secret" not in text
+    assert "/photos" not in text
+    assert licence(DataSettings(**data)) is None
+    assert "| unknown | 7 |" in card(DataSettings(**data), {"version": 1, "rows": 7})
+
+
+def test_several_stores_count_each_and_one_that_is_gone_hides_none(pets: Path) -> None:
+    stores = [StoreWeight(store=str(pets), weight=1), StoreWeight(store="gone.lance", weight=1)]
+    text = card(DataSettings(stores=tuple(stores)), {"version": [Store.open(pets).version, 3], "rows": 9})
+    assert "| CC-BY-4.0 | 3 |\n| unknown | 2 and more |" in text
+
+
+def test_no_card_names_a_private_place(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {"/home/ada/photos": 1, r"C:\Users\ada\more": 1, "trips/rome": 1}
+    monkeypatch.setattr(Store, "sources", lambda *_: places)
+    monkeypatch.setattr(Store, "licences", lambda _: {"trips/rome": "file:///home/ada/LICENSE.txt"})
+    text = card(DataSettings(store=str(pets)))
+    assert "ada" not in text
+    assert str(pets.parent) not in text
+    for name in ("photos", "more", "trips/rome"):  # a source may have its folder's name
+        assert f"| a.lance | {name} | 1 |" in text
+    monkeypatch.setattr(Store, "licences", lambda _: {"trips/rome": "https://example.org/licence"})
+    assert "https://example.org/licence" in card(DataSettings(store=str(pets)))
+
+
+def test_the_folders_of_a_run_and_of_export_have_the_card(pets: Path, base: Path, tmp_path: Path) -> None:
+    recipe = recipe_for("finetune", base, pets, "train.steps=1", "sample.steps=1")
+    data = recipe.data.model_copy(update={"folder": None, "store": str(pets), "encode": "inline"})
+    recipe = recipe.model_copy(update={"data": data})
+    run = train(recipe, out=tmp_path / "mine", console=lambda _: None).run
+    imported(pictures(tmp_path / "later", 4, 4), pets)
+    folder, again = tmp_path / "out", tmp_path / "again"
+    for source, to in ((run, folder), (folder, again)):
+        result = CliRunner().invoke(app, ["export", str(source), "--to", str(to)])
+        assert result.exit_code == 0, result.output
+    cards = {
+        name: (path / "README.md").read_text()
+        for name, path in {"mine": run / "model", "out": folder}.items()
+    }
+    for name, text in cards.items():
+        head = yaml.safe_load(text.split("---")[1])
+        assert head["license"] == "other"
+        assert f"# {name}\n" in text
+        assert "| a.lance | cats | 3 | CC-BY-4.0 |\n| a.lance | dogs | 2 | unknown |" in text
+        assert "later" not in text  # which came after the run had begun
+        assert str(tmp_path) not in text
+        assert str(base) not in text
+    assert (again / "README.md").read_text() == cards["out"]
+    assert models.load(again).name == "again"

@@ -161,7 +161,10 @@ def test_a_run_is_pushed_with_its_card_and_samples(run: Path, hub: Hub) -> None:
         assert line in head
     assert '"lora"' in head
     assert 'load_lora_weights("dog.safetensors")' in card
+    assert "| pictures.lance | private0 | 5 | unknown |" in card  # a folder's pictures, by its last name
+    assert "| unknown | 5 |" in card
     assert str(run.parent) not in card
+    assert str(run.parent.parent) not in card
     assert "base_model" not in head  # it is a folder's, which nobody else has
 
 
@@ -175,3 +178,13 @@ def test_what_the_hub_refuses_is_told_without_the_token(run: Path, hub: Hub, tmp
     with pytest.raises(InputError, match="the repository 'dog'; allowed: OWNER/NAME"):
         push(run, "dog", hub=hub.address)
     assert not hub.files
+
+
+@pytest.mark.usefixtures("token")
+def test_a_card_without_the_pictures_says_how_many_there_were(run: Path, hub: Hub, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    shutil.rmtree(copy / "data")
+    push(copy, "me/dog", hub=hub.address)
+    card = hub.files["README.md"].decode()
+    assert "| private0 | not at hand when this was written | 5 | unknown |" in card
+    assert "pictures.lance" not in card

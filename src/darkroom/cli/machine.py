@@ -71,12 +71,12 @@ def make_test_certificate(
 
     Example: darkroom keys make-test-certificate --out certificate.pem
     """
-    from darkroom.sample import provenance
+    from darkroom import certificates
 
     _check_free(out)
     if not 1 <= len(name) <= 40:
         raise InputError(f"--name {name}", allowed="1 to 40 characters")
-    provenance.make_test_certificate(out, name)
+    certificates.make_test_certificate(out, name)
     print(f"{out}: keep it to yourself, the key is inside")
 
 

@@ -154,11 +154,12 @@ class FileOptions:
         """What marks and signs pictures; None where that is not wanted. A missing signer is said."""
         if not self.provenance:
             return None
-        from darkroom.sample import provenance as proving
+        from darkroom import certificates
+        from darkroom.sample.provenance import Provenance
 
-        found = proving.Provenance.opened(self.sign, proving.local_certificate(), say=self.credentials)
+        found = Provenance.opened(self.sign, certificates.local_certificate(), say=self.credentials)
         if not found.signs:
-            mend = "" if proving.installed() else f": {proving.how_to_sign()}, or --no-provenance"
+            mend = "" if certificates.installed() else f": {certificates.how_to_sign()}, or --no-provenance"
             _note(f"the pictures are marked, not signed{mend}")
         return found
 
@@ -247,15 +248,11 @@ def _saved(
     axes: list[str] | None,
 ) -> list[Path]:
     """Write the pictures, and a sheet of them all where they are a grid's."""
-    from darkroom import sample
     from darkroom.sample import provenance, watermark
 
     if marks is not None and (line := watermark.too_small(picture.image.size for picture in pictures)):
         _note(line)
-    made = provenance.save_pictures(pictures, files.out, marks, *ingredients, kind=files.kind, grid=not axes)
-    if axes:
-        made.append(sample.save_sheet([picture.image for picture in pictures], axes, files.out))
-    return made
+    return provenance.save_pictures(pictures, files.out, marks, *ingredients, kind=files.kind, axes=axes)
 
 
 class _GenerateCall(NamedTuple):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +26,7 @@ from darkroom.data.purging import Journal, Purged, VersionFiles, stale_preparati
 from darkroom.data.seen import SeenIds, short_id
 from darkroom.data.sidecars import Sidecars
 from darkroom.data.store import DOUBLE_OF, Store, count_shapes
+from darkroom.data.takedowns import by_day
 from darkroom.errors import StoreError
 from darkroom.hardware.system import atomic_replace
 
@@ -328,7 +329,8 @@ class Verification:
     """What was looked at in a store, and what is wrong with it: one line each, nothing where it is whole.
 
     `hashed` pictures were read and have the id that their bytes and caption make. `unreferenced` files are in
-    no version. `pinned` versions, by name, still show deleted pictures; that is as it should be.
+    no version. `pinned` versions, by name, still show deleted pictures; that is as it should be. `takedowns`
+    say how many pictures of each source were deleted on which day (UTC); None where that was not noted.
     """
 
     store: str
@@ -342,6 +344,7 @@ class Verification:
     others_writing: bool = False
     pinned: dict[str, int] = field(default_factory=dict)
     purged: Purged | None = None
+    takedowns: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -361,6 +364,9 @@ class Verification:
             f"{self.versions:,} versions",
             f"{self.hashed:,} of {self.rows:,} pictures have the hash of their bytes and caption",
         ]
+        for one in self.takedowns:
+            of = "before days were noted" if one["day"] is None else f"on {one['day']} of '{one['source']}'"
+            lines.append(f"deleted {of}: {one['pictures']:,} pictures")
         if self.purged is not None:
             lines.append(f"purged: {self.purged.files:,} files, {self.purged.bytes:,} bytes")
         if self.pinned:
@@ -493,6 +499,29 @@ def _check_left_over(store: Store, root: Path, found: Verification) -> None:
         found.problems.append(
             f"{there:,} pictures that were to be deleted are still there; delete them again, it was stopped"
         )
+    try:
+        _check_takedowns(store, found, there)
+    except StoreError as error:
+        found.problems.append(str(error))
+
+
+def _check_takedowns(store: Store, found: Verification, still_there: int) -> None:
+    """What was deleted when; a killed deletion counts by what it has deleted."""
+    done = store.takedowns.done()
+    for note in store.takedowns.pending():
+        if note.is_done:
+            continue
+        gone = store.taken_down(note)
+        done.append(replace(note, pictures=gone))
+        if not note.by_id and not gone:
+            found.problems += [
+                f"{number:,} pictures of '{source}' were to be deleted; delete them again, it was stopped"
+                for source, number in note.pictures.items()
+            ]
+    found.takedowns = by_day(done)
+    before = 0 if store.takedowns.any else len(store.deleted_ids()) - still_there
+    if before:
+        found.takedowns.append({"day": None, "source": None, "pictures": before})
 
 
 def _still_there(store: Store) -> int:

@@ -52,6 +52,7 @@ from darkroom.data.purging import (
     with_deletions,
 )
 from darkroom.data.sidecars import Sidecars
+from darkroom.data.takedowns import Takedown, Takedowns
 from darkroom.data.texts import readable
 from darkroom.errors import StoreError, is_system_failure
 from darkroom.hardware.system import file_name
@@ -122,6 +123,7 @@ class Store:
         self.dataset = dataset
         self.sidecars = Sidecars(path)
         self._journal = Journal(self.sidecars.root)
+        self.takedowns = Takedowns(self.sidecars.root)
         self._fragments: list[FragmentInfo] | None = None
 
     @classmethod
@@ -284,6 +286,7 @@ class Store:
         """
         sizes: Shapes = Counter()
         reader = _counting(rows if isinstance(rows, pa.RecordBatchReader) else rows.to_reader(), sizes)
+        self._finish_takedowns()
         with writing(self.sidecars.root):
             fragments = lance.fragment.write_fragments(
                 reader, self.dataset, mode="append", max_rows_per_file=2**31, data_storage_version="2.1"
@@ -381,12 +384,13 @@ class Store:
         later, with the next deletion or compaction), and fragments that lost rows are written anew behind
         the others, so positions change. Killed at any moment, the same call goes on, and so does the next
         write of any kind. Pictures deleted by id stay out when their source is imported again; a source that
-        was deleted whole may be imported anew. StoreError, with nothing deleted, for an id or a source that
-        was never there.
+        was deleted whole may be imported anew. What stays is how many of which source were deleted on which
+        day (`takedowns`). StoreError, with nothing deleted, for an id or a source that was never there.
         """
         if (ids is None) == (source is None):
             raise StoreError("delete without a choice, or with two", allowed="either ids or source")
         self.refresh()
+        self._finish_takedowns()
         rows = self._delete_ids(list(ids)) if ids is not None else self._delete_source(str(source))
         self._forget_originals()
         return Deleted(rows, self.purge())
@@ -400,7 +404,7 @@ class Store:
             for batch in self.scan(["id", DOUBLE_OF], filter=f"{DOUBLE_OF} IS NOT NULL")
             for id_, original in zip(*(column.to_pylist() for column in batch.columns), strict=True)
         }
-        gone = set(marks.values()) - self._ids_among(sorted(set(marks.values())))
+        gone = set(marks.values()) - set(self._ids_among(sorted(set(marks.values()))))
         heirs: dict[str, str] = {}
         for id_, original in list(marks.items()):
             if original in gone and heirs.setdefault(original, id_) == id_:
@@ -410,14 +414,33 @@ class Store:
         if heirs:
             self.set_by_id(DOUBLE_OF, marks)
 
-    def _ids_among(self, ids: Sequence[str]) -> set[str]:
-        """Those of some ids that rows have."""
+    def _ids_among(self, ids: Sequence[str]) -> dict[str, str]:
+        """Those of some ids that rows have, each with its row's source."""
         return {
-            id_
+            id_: source
             for where in _id_filters(ids)
-            for batch in self.scan(["id"], filter=where)
-            for id_ in batch.column("id").to_pylist()
+            for batch in self.scan(["id", "source"], filter=where)
+            for id_, source in zip(*(column.to_pylist() for column in batch.columns), strict=True)
         }
+
+    def taken_down(self, note: Takedown) -> dict[str, int]:
+        """How many pictures of which source a deletion that was begun has deleted, by what rows there are.
+
+        A source is deleted in one commit, and notes are finished before rows are added: it has deleted all or
+        nothing.
+        """
+        if note.by_id:
+            there = self._ids_among(list(note.ids))
+            return Counter(source for id_, source in note.ids.items() if id_ not in there)
+        sources = self.sources()
+        return {source: number for source, number in note.pictures.items() if source not in sources}
+
+    def _finish_takedowns(self) -> None:
+        """Note for good what killed deletions have deleted."""
+        for note in self.takedowns.pending():
+            self.refresh()
+            gone = {} if note.is_done else self.patiently(partial(self.taken_down, note))
+            self.takedowns.finish(note, gone)
 
     def _delete_ids(self, ids: list[str]) -> int:
         there = self._ids_among(ids)
@@ -430,14 +453,22 @@ class Store:
                 mend="nothing was deleted",
             )
         # Noted first: stopped in between, the rows are still there and the same call goes on.
+        note = self.takedowns.begin(Counter(there.values()), there, before=len(self.deleted_ids()))
         self.sidecars.note_deleted(there)
-        return sum(self._delete_where(where) for where in _id_filters(sorted(there)))
+        rows = sum(self._delete_where(where) for where in _id_filters(sorted(there)))
+        if note is not None:
+            self.takedowns.finish(note, note.pictures)
+        return rows
 
     def _delete_source(self, source: str) -> int:
         sources = self.sources()
         if source in sources:
+            note = self.takedowns.begin({source: sources[source]}, before=len(self.deleted_ids()))
             self.sidecars.forget_finished(source)
-            return self._delete_where(f"source = {_quoted(source)}", source)
+            rows = self._delete_where(f"source = {_quoted(source)}", source)
+            if note is not None:
+                self.takedowns.finish(note, {source: rows})
+            return rows
         if source not in {note.source for note in self._journal.notes()}:
             self.purge()
             raise no_column(source, list(sources), "source")
@@ -480,10 +511,10 @@ class Store:
         config = self.dataset.config()
         return {key[len(LICENCE_KEY) :]: text for key, text in config.items() if key.startswith(LICENCE_KEY)}
 
-    def sources(self) -> dict[str, int]:
-        """The name of each source and how many rows came from it."""
+    def sources(self, filter: str | None = None) -> dict[str, int]:
+        """The name of each source and how many rows came from it, of those that a filter in SQL finds."""
         counts: Counter[str] = Counter()
-        for batch in self.scan(["source"], batch_rows=65_536):
+        for batch in self.scan(["source"], filter=filter, batch_rows=65_536):
             for entry in batch.column("source").value_counts().to_pylist():
                 counts[entry["values"]] += entry["counts"]
         return dict(counts)
@@ -499,6 +530,7 @@ class Store:
         of a killed import, are removed unless somebody is writing.
         """
         self.refresh()
+        self._finish_takedowns()
         if with_deletions(self.dataset):
             self._rewrite(max(ROWS_PER_FRAGMENT, *(f.num_rows for f in self.fragments)), only_deletions=True)
         freed = self.drop_old_versions()

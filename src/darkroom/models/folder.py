@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -461,7 +462,7 @@ def export_model(
 ) -> Path:
     """Write a model as a folder, or as one file in the original layout; what is there stays.
 
-    Weights are written as float32 unless a `dtype` is given.
+    Weights are written as float32 unless a `dtype` is given. A folder's card (README.md) goes with it.
     """
     target = Path(to)
     if target.exists():
@@ -473,6 +474,9 @@ def export_model(
     if target.suffix == ".safetensors":
         raise InputError(f"a model to '{to}'", allowed="a folder", mend="or add --single-file")
     save(model, target)
+    card = Path(ref) / "README.md"
+    if card.is_file():
+        shutil.copyfile(card, target / card.name)
     return target
 
 

@@ -18,7 +18,7 @@ from darkroom.sample.control import Control
 from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch, StepState, Unet, advance, denoise
 from darkroom.sample.generate import Generation, generate
 from darkroom.sample.pictures import Picture, decode, make_grid, prompt_in, read_parameters, save_pictures
-from darkroom.sample.prompt_files import cells, expand, read_axes, read_prompts, save_sheet
+from darkroom.sample.prompt_files import cells, expand, read_axes, read_prompts
 from darkroom.sample.prompts import PromptChunk, encode_prompts, read_prompt
 from darkroom.sample.schedule import Schedule
 from darkroom.sample.solvers import SolverTable
@@ -60,7 +60,6 @@ __all__ = [
     "read_prompts",
     "read_tags",
     "save_pictures",
-    "save_sheet",
     "solvers_of",
     "unet_call",
 ]

@@ -194,9 +194,9 @@ def save_pictures(
 ) -> list[Path]:
     """Write `00000-<seed>.png` and on, counting up from what is there, and `grid-00000.png` for two or more.
 
-    `kind` is png, jpeg or webp; all carry the pictures' parameters. `sign` gives the bytes of a file with
-    credentials, from its bytes and what the picture was made with. Returns the pictures' paths in order,
-    then the grid's. No existing file is overwritten, and files are written atomically. Raises
+    `kind` is png, jpeg or webp; all carry the pictures' parameters. `sign` gives the bytes of a picture's
+    file with credentials, from its bytes and what the picture was made with. Returns the pictures' paths in
+    order, then the grid's. No existing file is overwritten, and files are written atomically.
     InputError where the folder cannot be written.
     """
     folder = Path(out_dir)
@@ -216,14 +216,31 @@ def save_pictures(
                 sign,
             )
             paths.append(path)
-        if grid and len(pictures) > 1:
-            sheet = make_grid([picture.image for picture in pictures])
-            paths.append(
-                _place(sheet, folder, _next_index(folder, r"grid-(\d{5,})\."), "", None, kind, sign)[0]
-            )
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise InputError(f"pictures cannot be saved in '{folder}': {error.strerror}") from error
+    if grid and len(pictures) > 1:
+        paths.append(save_grid(make_grid([picture.image for picture in pictures]), folder, kind=kind))
     return paths
+
+
+def save_grid(
+    image: Image.Image,
+    out_dir: str | Path,
+    *,
+    kind: str = "png",
+    sign: Callable[[bytes], bytes] | None = None,
+) -> Path:
+    """Write a sheet of pictures that a model made as `grid-00000.png`, under the first number that is free.
+    `sign` gives the bytes of a file with credentials. InputError where the folder cannot be written.
+    """
+    folder = Path(out_dir)
+    signed = None if sign is None else lambda content, _: sign(content)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        index = _next_index(folder, r"grid-(\d{5,})\.")
+        return _place(image, folder, index, "", None, kind, signed)[0]
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise InputError(f"pictures cannot be saved in '{folder}': {error.strerror}") from error
 
 
 def check_kind(kind: str) -> None:
@@ -285,13 +302,14 @@ def _link(temporary: Path, path: Path) -> None:
         atomic_replace(temporary, path)
 
 
-def png_text(picture: Picture | None) -> PngImagePlugin.PngInfo | None:
-    """A picture's parameters as the text chunks of a PNG file, and that a model made it."""
-    if picture is None:
-        return None
+def png_text(picture: Picture | None) -> PngImagePlugin.PngInfo:
+    """A picture's parameters, which a grid has none of, as the text chunks of a PNG file, and that a model
+    made it.
+    """
     info = PngImagePlugin.PngInfo()
-    info.add_text(A1111_KEY, a1111_text(picture.parameters))
-    info.add_text(JSON_KEY, json.dumps(picture.parameters, ensure_ascii=True))
+    if picture is not None:
+        info.add_text(A1111_KEY, a1111_text(picture.parameters))
+        info.add_text(JSON_KEY, json.dumps(picture.parameters, ensure_ascii=True))
     info.add_itxt("XML:com.adobe.xmp", XMP)
     return info
 

@@ -6,8 +6,6 @@ import random
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -190,18 +188,6 @@ def sheet(images: Sequence[Image.Image], axes: Mapping[str, Sequence[Any]]) -> I
         at = left + column * (cell + GAP) + (cell - image.width) // 2, top + row * (height + GAP)
         made.paste(image, at)
     return made
-
-
-def save_sheet(images: Sequence[Image.Image], axes: Sequence[str], out_dir: str | Path) -> Path:
-    """Write the sheet as `grid-00000.png`, under the first number that is free."""
-    made, folder = sheet(images, read_axes(axes)), Path(out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in count():
-        path = folder / f"grid-{number:05d}.png"
-        with suppress(FileExistsError), path.open("xb") as file:
-            made.save(file, "PNG")
-            return path
-    raise AssertionError("numbers do not end")
 
 
 def _wide(font: Any, text: str) -> int:

@@ -10,18 +10,16 @@ the metadata need nothing.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import io
 import json
 import logging
 import os
-import sys
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,154 +27,35 @@ from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
 from darkroom import __version__
-from darkroom.errors import InputError, first_line, install_extra
-from darkroom.hardware.system import atomic_replace
+from darkroom.certificates import (
+    OFFLINE,
+    SIGNING,
+    Certificate,
+    installed,
+    local_certificate,
+    make_test_certificate,
+)
+from darkroom.errors import InputError, first_line
 from darkroom.options import check_credentials
 from darkroom.sample import watermark
-from darkroom.sample.pictures import PROMPTS, XMP, Picture, parameters_in, png_text
+from darkroom.sample.pictures import (
+    PROMPTS,
+    XMP,
+    Picture,
+    make_grid,
+    parameters_in,
+    png_text,
+    save_grid,
+)
 from darkroom.sample.pictures import save_pictures as plain_save
+from darkroom.sample.prompt_files import read_axes, sheet
 
 LOG = logging.getLogger("darkroom.sample")
-EXTRA = "provenance"
 MARK_VARIABLE = "DARKROOM_MARK"
 """Environment variable with the watermark's key; anyone with the key can find the mark."""
 TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 MADE_BY_MODEL = b"trainedAlgorithmicMedia"
 SOURCE = "http://cv.iptc.org/newscodes/digitalsourcetype"
-TEST_NAME = "darkroom test signer"
-YEARS = 10
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """Certificates (the signer's first, then who vouches for it) and the signer's private key, as PEM."""
-
-    chain: bytes
-    key: bytes
-    algorithm: str
-    """As C2PA names it."""
-
-    @classmethod
-    def read(cls, path: Path) -> Certificate:
-        """InputError for a file that does not hold certificates and the first one's key."""
-        _need_c2pa()
-        from cryptography import x509
-        from cryptography.hazmat.primitives import serialization
-
-        allowed = "a PEM file with the certificate, those that vouch for it, and its private key"
-        try:
-            content = path.read_bytes()
-            certificates = x509.load_pem_x509_certificates(content)
-            private: Any = serialization.load_pem_private_key(_key_part(content), None)
-        except OSError as error:
-            raise InputError(f"--sign '{path}' cannot be read: {error.strerror}", allowed=allowed) from error
-        except (ValueError, TypeError) as error:
-            raise InputError(f"--sign '{path}': {error}", allowed=allowed) from error
-        form = serialization.PublicFormat.SubjectPublicKeyInfo
-        publics = [
-            public.public_bytes(serialization.Encoding.DER, form)
-            for public in (certificates[0].public_key(), private.public_key())
-        ]
-        if publics[0] != publics[1]:
-            raise InputError(
-                f"--sign '{path}': the key is not that of the first certificate", allowed=allowed
-            )
-        pem = serialization.Encoding.PEM
-        chain = b"".join(one.public_bytes(pem) for one in certificates)
-        key = private.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        return cls(chain, key, _algorithm(private, path))
-
-
-def _key_part(content: bytes) -> bytes:
-    """The private key among the certificates of a file."""
-    for kind in (b"PRIVATE KEY", b"EC PRIVATE KEY", b"RSA PRIVATE KEY"):
-        begin, end = b"-----BEGIN %s-----" % kind, b"-----END %s-----" % kind
-        if begin in content and end in content:
-            return content[content.index(begin) : content.index(end) + len(end)] + b"\n"
-    raise ValueError("no private key, or an encrypted one")
-
-
-def _algorithm(key: Any, path: Path) -> str:
-    from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
-
-    if isinstance(key, ed25519.Ed25519PrivateKey):
-        return "ed25519"
-    if isinstance(key, rsa.RSAPrivateKey) and key.key_size >= 2048:
-        return "ps256"
-    curves = {"secp256r1": "es256", "secp384r1": "es384", "secp521r1": "es512"}
-    if isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name in curves:
-        return curves[key.curve.name]
-    allowed = "EC of P-256, P-384 or P-521, Ed25519, or RSA of 2048 bits and more"
-    raise InputError(f"--sign '{path}': a key of another kind", allowed=allowed)
-
-
-def make_test_certificate(path: Path, name: str = TEST_NAME) -> None:
-    """Write a certificate of an authority of its own, good for tests: nobody else trusts it."""
-    _need_c2pa()
-    content = _made(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    atomic_replace(part, path)
-
-
-def _made(name: str) -> bytes:
-    """An authority, and a signer that it vouches for: C2PA takes no certificate that vouches for itself."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
-    now = datetime.datetime.now(datetime.UTC)
-    authority, signer = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-
-    def named(common: str) -> x509.Name:
-        names = {NameOID.ORGANIZATION_NAME: "darkroom, for tests", NameOID.COMMON_NAME: common}
-        return x509.Name([x509.NameAttribute(oid, text) for oid, text in names.items()])
-
-    def made(subject: str, key: ec.EllipticCurvePrivateKey, *, vouches: bool) -> x509.Certificate:
-        """A certificate of a key for `subject`, signed by the authority's."""
-        usage = dict.fromkeys(
-            ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False
-        )
-        more = {"encipher_only": False, "decipher_only": False}
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(named(subject))
-            .issuer_name(named(f"{name}: authority"))
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(days=365 * YEARS))
-            .add_extension(x509.BasicConstraints(vouches, 0 if vouches else None), critical=True)
-            .add_extension(
-                x509.KeyUsage(
-                    digital_signature=not vouches, key_cert_sign=vouches, crl_sign=vouches, **usage, **more
-                ),
-                critical=True,
-            )
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False
-            )
-        )
-        if not vouches:
-            purpose = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.EMAIL_PROTECTION])
-            builder = builder.add_extension(purpose, critical=False)
-        return builder.sign(authority, hashes.SHA256())
-
-    pem = serialization.Encoding.PEM
-    key = signer.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    certificates = made(name, signer, vouches=False), made(f"{name}: authority", authority, vouches=True)
-    return b"".join([*(one.public_bytes(pem) for one in certificates), key])
-
-
-def local_certificate() -> Path:
-    """Where this machine's own certificate is, for pictures of `generate`."""
-    base = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(base) if base else Path.home() / ".config") / "darkroom" / "certificate.pem"
 
 
 @dataclass(frozen=True)
@@ -265,11 +144,28 @@ class Provenance:
         if controls:
             ids = [f"control-{i}" for i in range(len(controls))]
             actions[-1]["parameters"] = {"ingredientIds": ids}
-        agent = f"{parameters.get('model', 'a model')} (darkroom {__version__})"
         for action in actions:
-            action["softwareAgent"] = {"name": agent}
+            action["softwareAgent"] = {"name": _agent(parameters)}
         generation = {"label": "org.darkroom.generation", "data": self._disclosed(parameters)}
         return self._sign(content, kind, actions, [generation], inputs, controls)
+
+    def composed(
+        self, content: bytes, kind: str, parameters: Sequence[dict[str, Any]], files: Iterable[bytes]
+    ) -> bytes:
+        """The credentials of a sheet of pictures that a model made: their `files`, read one by one, are its
+        ingredients, and it says the settings that all of them have.
+        """
+        ids = [f"picture-{i}" for i in range(len(parameters))]
+        actions: list[dict[str, Any]] = [
+            {"action": "c2pa.created", "digitalSourceType": f"{SOURCE}/compositeSynthetic"},
+            {"action": "c2pa.placed", "parameters": {"ingredientIds": ids}},
+        ]
+        first = parameters[0]
+        same = {k: v for k, v in first.items() if all(k in one and one[k] == v for one in parameters)}
+        for action in actions:
+            action["softwareAgent"] = {"name": _agent(same)}
+        generation = {"label": "org.darkroom.generation", "data": self._disclosed(same)}
+        return self._sign(content, kind, actions, [generation], [], [], files)
 
     def converted(self, content: bytes, kind: str, original: bytes) -> bytes:
         """The credentials of a file that is another one in a new format: that one is its ingredient."""
@@ -317,6 +213,7 @@ class Provenance:
         more: list[dict[str, Any]],
         inputs: Sequence[bytes],
         controls: Sequence[bytes] = (),
+        parts: Iterable[bytes] = (),
     ) -> bytes:
         if self._certificate is None:
             return content
@@ -333,9 +230,11 @@ class Provenance:
             builder = c2pa.Builder.from_json(json.dumps(manifest), context)
             titled = [(f"input {i}", given) for i, given in enumerate(inputs)]
             titled += [(f"control {i}", given) for i, given in enumerate(controls)]
-            for title, given in titled:
+            placed = ((f"picture {i}", given) for i, given in enumerate(parts))
+            for title, given in chain(titled, placed):
                 name = title.replace(" ", "-")
-                relation = "parentOf" if title == "input 0" else "inputTo"
+                relations = {"input 0": "parentOf", "picture": "componentOf"}
+                relation = relations.get(title) or relations.get(title.split()[0], "inputTo")
                 ingredient = {"title": title, "relationship": relation, "label": name, "instance_id": name}
                 try:
                     builder.add_ingredient(ingredient, TYPES[_kind_of(given)], io.BytesIO(given))
@@ -347,16 +246,8 @@ class Provenance:
         return out.getvalue()
 
     def _open_signer(self) -> Any:
-        import c2pa
-
         assert self._certificate is not None
-        certificate = self._certificate
-        try:
-            return c2pa.Signer.from_info(
-                c2pa.C2paSignerInfo(certificate.algorithm, certificate.chain, certificate.key, None)
-            )
-        except c2pa.C2paError as error:
-            raise InputError(f"the certificate cannot sign: {error}") from error
+        return self._certificate.signer()
 
 
 def save_pictures(
@@ -368,45 +259,40 @@ def save_pictures(
     *,
     kind: str = "png",
     grid: bool = True,
+    axes: Sequence[str] | None = None,
 ) -> list[Path]:
-    """`pictures.save_pictures` with watermark and credentials, where `provenance` is given."""
-    if provenance is None:
-        return plain_save(pictures, out, kind=kind, grid=grid)
-    marked = [
-        replace(picture, image=provenance.marked(picture.image, Origin.of(picture.parameters)))
-        for picture in pictures
-    ]
+    """`pictures.save_pictures` with watermark and credentials, where `provenance` is given; with `axes` the
+    grid is the sheet that these are of, a PNG. A grid's cells have their pictures' marks.
+    """
 
     def sign(content: bytes, manifest: dict[str, Any]) -> bytes:
+        assert provenance is not None
         return provenance.signed(content, kind.upper(), manifest, inputs, controls)
 
-    return plain_save(marked, out, kind=kind, grid=grid, sign=sign)
+    def sign_grid(content: bytes) -> bytes:
+        assert provenance is not None
+        files = (path.read_bytes() for path in paths)
+        return provenance.composed(content, grid_kind.upper(), [one.parameters for one in pictures], files)
+
+    if provenance is not None:
+        pictures = [
+            replace(picture, image=provenance.marked(picture.image, Origin.of(picture.parameters)))
+            for picture in pictures
+        ]
+    signs = provenance is not None
+    paths = plain_save(pictures, out, kind=kind, grid=False, sign=sign if signs else None)
+    images = [picture.image for picture in pictures]
+    if axes:
+        image, grid_kind = sheet(images, read_axes(axes)), "png"
+    elif grid and len(pictures) > 1:
+        image, grid_kind = make_grid(images), kind
+    else:
+        return paths
+    return [*paths, save_grid(image, out, kind=grid_kind, sign=sign_grid if signs else None)]
 
 
-OFFLINE = {"remote_manifest_fetch": False, "ocsp_fetch": False}
-"""A picture may name an address where its credentials are: anybody's, so it is not asked."""
-SIGNING = {
-    "builder": {"thumbnail": {"enabled": False}},
-    "verify": {"verify_after_sign": False, **OFFLINE},
-}
-"""No thumbnails: the picture itself is there. What was just signed is not checked again."""
-
-
-def installed() -> bool:
-    """Whether credentials can be made and read."""
-    return find_spec("c2pa") is not None and find_spec("cryptography") is not None
-
-
-def how_to_sign() -> str:
-    """What has pictures signed here, where `installed` is False."""
-    if sys.platform == "win32":
-        return "there is no c2pa-python for Windows: use Linux in WSL 2"
-    return install_extra(EXTRA)
-
-
-def _need_c2pa() -> None:
-    if not installed():
-        raise InputError("c2pa-python is not installed", mend=how_to_sign())
+def _agent(parameters: Mapping[str, Any]) -> str:
+    return f"{parameters.get('model', 'a model')} (darkroom {__version__})"
 
 
 def as_ingredient(file: Path) -> bytes:

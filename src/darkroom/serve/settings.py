@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from darkroom.certificates import Certificate
 from darkroom.errors import InputError, MissingExtra
 from darkroom.options import PRECISION_TEXT, provenance_wanted
 
@@ -266,11 +267,15 @@ class ServeSettings(BaseModel):
 
 
 def check_paths(settings: ServeSettings) -> None:
-    """InputError for folders that are not there. Imports nothing heavy: called before anything that does."""
+    """InputError for folders that are not there, and a certificate that cannot sign. Imports nothing heavy:
+    called before anything that does.
+    """
     for name in ("adapters", "embeddings", "controls", "upscalers"):
         folder: Path | None = getattr(settings, name)
         if folder is not None and not folder.is_dir():
             raise InputError(f"--{name} '{folder}' is no folder", mend="make it, or name another")
+    if settings.sign is not None and settings.provenance:
+        Certificate.read(settings.sign)
     if settings.mcp and find_spec("mcp") is None:
         raise MissingExtra("mcp", "mcp")
     for ref in (settings.model, *settings.more_models):

@@ -9,26 +9,27 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from darkroom import models
+from darkroom import __version__, models
 from darkroom.data.mixing import parts_of
 from darkroom.data.store import Store
 from darkroom.errors import CheckpointError, DarkroomError, InputError, StoreError
+from darkroom.hardware.system import write_atomically
 from darkroom.models.hub import without_token
 from darkroom.models.model import Model
 from darkroom.models.reference import is_hub_id
-from darkroom.run import Run
+from darkroom.run import ENVIRONMENT, Run
 from darkroom.train.data.feed import SET, select_rows, times_of
-from darkroom.train.data.local_dataset import has_own_store, open_store
+from darkroom.train.data.local_dataset import class_store_path, has_own_store, open_store, store_path
 from darkroom.train.distributed.weights import cast, forget
 from darkroom.train.model import build_model, no_captions
 from darkroom.train.tasks.autoencoder import TinyVaeModel
@@ -51,7 +52,9 @@ if TYPE_CHECKING:
 
 TAGS_KEPT = 5_000
 """Of a data set's tags, the most frequent: readers bound the size of a header."""
-CARD = "README.md"
+CARD, UNKNOWN = "README.md", "unknown"
+SETTINGS = ("learning_rate", "optimizer", "max_train_steps", "total_batch_size", "resolution", "loss_type")
+"""Those that a card lists."""
 
 
 # ---- metadata
@@ -167,47 +170,109 @@ def _last(path: str) -> str:
 # ---- the card
 
 
-def _hub_card(
-    name: str,
-    *,
-    task: str,
-    base: str,
-    trigger: str | None,
-    adapter: AdapterSettings | None,
-    metadata: Mapping[str, str],
-    files: Iterable[str],
-    license: str | None,
-) -> str:
-    """The hub's README.md: YAML for its search, and how to use what was trained.
+class SourceCount(NamedTuple):
+    """Pictures of one source: how many, None where nobody can count them, and their licence."""
 
-    `metadata` is what `_training_metadata` says of the run; `files` are the names of what is uploaded.
+    store: str
+    source: str
+    pictures: int | None
+    licence: str
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Which pictures a run was trained on, by source. Names alone, never where something lies."""
+
+    sources: list[SourceCount]
+    changed: bool = False
+    """Whether a version that was trained on is gone, and its store was counted as it is now."""
+    held_out: bool = False
+
+    @classmethod
+    def of(cls, data: DataSettings, run: Path, noted: Mapping[str, Any]) -> TrainingData:
+        """Count the pictures in a run's stores, in the versions that it `noted` (`version`, `rows`).
+
+        A store that is no longer there counts as one unknown source of as many pictures as were noted.
+        """
+        paths = [one.store for one in data.stores] or [store_path(data, run)]
+        version = noted.get("version")
+        versions = version if isinstance(version, list) else [version] * len(paths)
+        rows = noted.get("rows") if len(paths) == 1 and data.filter is None else None
+        found, changed = list[SourceCount](), False
+        for path, then in zip(paths, versions, strict=True):
+            try:
+                sources, as_then = _counted(path, then, data.filter)
+                found += sources
+                changed |= not as_then
+            except (StoreError, OSError):
+                name = _folders_of(data) if has_own_store(data) else _last(path)
+                found.append(SourceCount(name, "not at hand when this was written", rows, UNKNOWN))
+        other = class_store_path(run)  # pictures of the class, or those that were not preferred
+        with suppress(StoreError, OSError):
+            found += _counted(str(other), None, None)[0]
+        return cls(found, changed, data.holdout > 0)
+
+    @property
+    def licence(self) -> str | None:
+        """The licence of all pictures; None where there are several, or one is not known."""
+        names = {one.licence for one in self.sources}
+        return names.pop() if len(names) == 1 and UNKNOWN not in names else None
+
+    def lines(self) -> list[str]:
+        """The card's section."""
+        lines = ["## Training data", "| store | source | pictures | licence |", "| --- | --- | --- | --- |"]
+        lines += [
+            _row(one.store, one.source, UNKNOWN if one.pictures is None else one.pictures, one.licence)
+            for one in self.sources
+        ]
+        lines += ["", "| licence | pictures |", "| --- | --- |"]
+        for licence in sorted({one.licence for one in self.sources}):
+            counts = [one.pictures for one in self.sources if one.licence == licence]
+            counted = sum(count for count in counts if count is not None)
+            lines.append(_row(licence, counted if None not in counts else f"{counted} and more"))
+        notes = ["Pictures held out of training are counted too."] if self.held_out else []
+        notes += (
+            ["A version that was trained on is gone; its store is counted as it was when this was written."]
+            if self.changed
+            else []
+        )
+        return [*lines, *(["", *notes] if notes else [])]
+
+
+def _counted(path: str, version: int | None, filter: str | None) -> tuple[list[SourceCount], bool]:
+    """A store's sources at a version, with the licences known now, and whether it is there; else the
+    newest is counted.
     """
-    there = list(files)
-    head: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image"}
-    head |= {"license": license} if license else {}
-    head |= {"base_model": base} if base.count("/") == 1 else {}
-    head["tags"] = ["stable-diffusion", "text-to-image", *(["lora"] if adapter else [])]
-    head |= {"instance_prompt": trigger} if trigger else {}
-    head |= (
-        {"widget": [{"text": trigger or "", "output": {"url": "samples.png"}}]}
-        if "samples.png" in there
-        else {}
-    )
-    lines = [
-        "---",
-        *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items()),
-        "---",
+    newest, as_then = Store.open(path), True
+    store, licences = newest, newest.licences()
+    if version is not None and version != newest.version:
+        try:
+            store = Store.open(path, version=version)
+        except StoreError:
+            as_then = False
+    counts = sorted(store.sources(filter).items())
+    rows = [
+        SourceCount(_last(path), _bare(source), count, _bare(licences.get(source, UNKNOWN)))
+        for source, count in counts
     ]
-    lines += [f"# {name}", f"Trained on {base} with darkroom (`task: {task}`).", ""]
-    lines += [f"Trigger: `{trigger}`", ""] if trigger else []
-    lines += ["![samples](samples.png)", ""] if "samples.png" in there else []
-    lines += ["| setting | value |", "| --- | --- |"]
-    chosen = ("learning_rate", "optimizer", "max_train_steps", "total_batch_size", "resolution", "loss_type")
-    lines += [f"| {key} | {metadata[f'ss_{key}']} |" for key in chosen if f"ss_{key}" in metadata]
-    if adapter is not None:
-        lines += [f"| network | {adapter.kind}, rank {adapter.rank} |"]
-        lines += ["", "```python", f'pipeline.load_lora_weights("{name}.safetensors")', "```"]
-    return "\n".join(lines) + "\n"
+    return rows, as_then
+
+
+def _bare(text: str) -> str:
+    """A source or licence as a card has it: of an absolute path the last name."""
+    local = text.startswith(("~", "file:")) or PurePosixPath(text).is_absolute()
+    if "://" in text and not local:
+        return text
+    return _last(text.replace("\\", "/")) if local or PureWindowsPath(text).is_absolute() else text
+
+
+def _folders_of(data: DataSettings) -> str:
+    folders = [one.folder for one in data.sets] or [data.folder or data.instance or ""]
+    return ", ".join(map(_last, folders))
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 # ---- the hub
@@ -240,21 +305,7 @@ def push(
         folder = Path(place)
         name = repo.rpartition("/")[2]
         _stage(opened, folder, name)
-        base = _base_named(recipe.model.base, opened.environment.get("base", {}))
-        files = [path.name for path in folder.iterdir()]
-        card = _hub_card(
-            name,
-            task=recipe.task,
-            base=base,
-            trigger=recipe.trigger,
-            adapter=recipe.adapter,
-            metadata=_training_metadata(
-                recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter
-            ),
-            files=files,
-            license=license,
-        )
-        (folder / CARD).write_text(card, encoding="utf-8")
+        Exporter(recipe, opened.path).write_card(folder, name, hub=True, license=license)
         api = HfApi(endpoint=hub)
         try:
             if not api.repo_exists(repo):
@@ -313,7 +364,7 @@ class Exporter:
             self.write_whole_model(values, measured, run / "model")
         else:
             _note_guidance(recipe.sample, model)
-            _write_model(model, values, measured, run / "model")
+            self._write_folder(model, values, measured, run / "model")
 
     def adapter(self, values: Values, name: str) -> Adapter:
         """The adapter that these values are, with its base, trigger and how it was trained in the header; and
@@ -362,7 +413,59 @@ class Exporter:
         elif recipe.model.word is not None:
             add_word(model, recipe.model.word)
         _note_guidance(recipe.sample, model)
+        self._write_folder(model, values, measured, target)
+
+    def _write_folder(
+        self, model: Model, values: Values, measured: Mapping[str, float], target: Path
+    ) -> None:
+        """Write a model's folder with its card. The one at the end of a run has the run's name."""
         _write_model(model, values, measured, target)
+        name = (self.run if target == Run(self.run).model else target).resolve().name
+        self.write_card(target, name)
+
+    def write_card(self, folder: Path, name: str, *, hub: bool = False, license: str | None = None) -> None:
+        """Write the card of a folder with what the run made. Without a hub the licence is that of the
+        pictures, where they all have the same.
+        """
+        noted = Run(self.run).environment if (self.run / ENVIRONMENT).is_file() else {}
+        data = TrainingData.of(self.recipe.data, self.run, noted.get("store") or {})
+        if not hub:
+            license = (data.licence or "other").lower()
+        base = _base_named(self.recipe.model.base, noted.get("base") or {})
+        files = {path.name for path in folder.iterdir()}
+        lines = [*self._head(base, license, files), *self._body(name, base, files), "", *data.lines()]
+        write_atomically(folder / CARD, "\n".join(lines) + "\n")
+
+    def _head(self, base: str, license: str | None, files: Collection[str]) -> list[str]:
+        """A card's YAML, for the hub's search."""
+        trigger = self.recipe.trigger
+        head: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image"}
+        head |= {"license": license} if license else {}
+        head |= {"base_model": base} if base.count("/") == 1 else {}
+        head["tags"] = ["stable-diffusion", "text-to-image", *(["lora"] if self.recipe.adapter else [])]
+        head |= {"instance_prompt": trigger} if trigger else {}
+        if "samples.png" in files:
+            head["widget"] = [{"text": trigger or "", "output": {"url": "samples.png"}}]
+        lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items()]
+        return ["---", *lines, "---"]
+
+    def _body(self, name: str, base: str, files: Collection[str]) -> list[str]:
+        """How it was trained, and how to use it; `files` are those that the card is given away with."""
+        recipe = self.recipe
+        metadata = _training_metadata(
+            recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter
+        )
+        trained = f"Trained on {base} with darkroom {__version__} (`task: {recipe.task}`)."
+        lines = [f"# {name}", trained, ""]
+        lines += [f"Trigger: `{recipe.trigger}`", ""] if recipe.trigger else []
+        lines += ["![samples](samples.png)", ""] if "samples.png" in files else []
+        lines += ["| setting | value |", "| --- | --- |"]
+        lines += [f"| {key} | {metadata[f'ss_{key}']} |" for key in SETTINGS if f"ss_{key}" in metadata]
+        if recipe.adapter is not None:
+            lines += [f"| network | {recipe.adapter.kind}, rank {recipe.adapter.rank} |"]
+        if f"{name}.safetensors" in files:
+            lines += ["", "```python", f'pipeline.load_lora_weights("{name}.safetensors")', "```"]
+        return lines
 
 
 def described_base(model: Model) -> dict[str, str | None]:

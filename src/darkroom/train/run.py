@@ -13,10 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import darkroom
 from darkroom import hardware, models
 from darkroom.bill import Bill, Meter
-from darkroom.data.store import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_out_of_memory
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
@@ -349,46 +347,7 @@ def export(
         base = source.environment.get("base") or {"family": family}
         return write_adapter_file(made, target, base=base, kohya=kohya)
     exporter.write_whole_model(values, measured, target)
-    (target / "README.md").write_text(model_card(target.name, recipe.task, recipe.data), encoding="utf-8")
     return target
-
-
-def model_card(name: str, task: str, data: DataSettings) -> str:
-    """A model card: what trained it, and the sources and licences of the pictures by their stores."""
-    rows, licences = [], set()
-    for place in (data.store, *(one.store for one in data.stores)):
-        if place is None:
-            continue
-        if not Path(place).is_dir():
-            rows.append(f"| {Path(place).name} | not at hand when this was written | | unknown |")
-            licences.add("unknown")
-            continue
-        store = Store.open(place)
-        noted = store.licences()
-        for source, count in sorted(store.sources().items()):
-            licences.add(noted.get(source, "unknown"))
-            rows.append(f"| {Path(place).name} | {source} | {count} | {noted.get(source, 'unknown')} |")
-    for folder in (data.folder, data.instance):
-        if folder is not None:
-            rows.append(f"| | {Path(folder).name} | | unknown |")
-            licences.add("unknown")
-    one = licences.pop() if len(licences) == 1 else None
-    licence = one.lower() if one not in (None, "unknown") and one else "other"
-    head = [
-        "---",
-        "library_name: diffusers",
-        f"license: {json.dumps(licence)}",
-        "tags: [text-to-image]",
-        "---",
-    ]
-    lines = [f"# {name}", "", f"Trained with darkroom {darkroom.__version__} (`task: {task}`).", ""]
-    table = [
-        "## Training data",
-        "| store | source | pictures | licence |",
-        "| --- | --- | --- | --- |",
-        *rows,
-    ]
-    return "\n".join([*head, *lines, *table, ""])
 
 
 def _exported(state: Checkpoint, *, best: bool, ema: bool, say: Say) -> tuple[Saved, dict[str, float]]:

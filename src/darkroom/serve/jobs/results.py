@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import sqlalchemy as sql
 
+from darkroom.certificates import how_to_sign
 from darkroom.errors import DarkroomError, InputError, is_system_failure
 from darkroom.hardware.system import atomic_replace, lock_file, remove_file, remove_tree, sync_folder
-from darkroom.sample.provenance import Origin, Provenance, how_to_sign
+from darkroom.sample.provenance import Origin, Provenance
 from darkroom.serve import logs
 from darkroom.serve.engine.tickets import EngineJob, Loop
 from darkroom.serve.hooks import Hooks, Withheld
