@@ -27,11 +27,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from darkroom.hardware import machine
+
 HERE = Path(__file__).parent
 FILE = HERE / "memory-runs.csv"
 COLUMNS = (
     *("case", "planned", "low", "high", "measured", "error", "inside"),
-    *("planned_s", "billed_s", "minutes", "date"),  # minutes: of the case's plan and run together
+    *("planned_s", "billed_s", "minutes", "date", "machine"),  # minutes: of the case's plan and run together
 )
 ALLOWED = 0.05
 MALLOC = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
@@ -181,6 +183,7 @@ def compared(case: Case) -> dict[str, Any]:
         "billed_s": "" if billed is None else f"{billed:.1f}",
         "minutes": f"{(time.monotonic() - began) / 60:.1f}",
         "date": date.today().isoformat(),
+        "machine": machine().name,
     }
 
 
