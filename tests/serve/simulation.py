@@ -4,7 +4,9 @@ A `World` has an event loop whose time passes only when nothing is left to do, s
 runs at a time, a database in memory, and disks that outlive servers. All that is random comes from one seed:
 delays, crashes at any write, answers that are lost, slow and full disks, steps of the clock, servers cut off
 from the database for longer than a lease, drains, requests sent twice, cancellations, pictures that cannot be
-made. `run(seed)` raises `Violation` where an accepted job is lost, doubled, changed or waits for ever.
+made. `run(seed)` raises `Violation` where an accepted job is lost, doubled, changed or waits for ever, and
+where a key that always has pictures waiting in an engine gets less than its share while another gets more;
+with `crowd` there are many jobs and few faults, so that keys wait for long.
 
     python tests/serve/simulation.py 0:1000      # seeds; the first that fails is told, with its trace
 """
@@ -34,18 +36,23 @@ from sqlalchemy.pool import StaticPool
 from darkroom.errors import DarkroomError
 from darkroom.sample.pictures import Picture
 from darkroom.serve import shared_queue
-from darkroom.serve.engine import batch, tickets
+from darkroom.serve.engine import batch, fairness, tickets
 from darkroom.serve.engine import loop as engine_loop
 from darkroom.serve.engine import tickets as serve_loop
 from darkroom.serve.engine.loader import LoadedModel
 from darkroom.serve.engine.tickets import Shape
 from darkroom.serve.jobs import active, admission, core, results, store
 from darkroom.serve.request import FINAL, PictureRequest, Refused
-from darkroom.serve.settings import Limits, ServeSettings
+from darkroom.serve.settings import KeyLimits, Limits, ServeSettings
 
 FAULTS_S, PATIENCE_S = 15.0, 600.0
 """So long faults are injected, and so long after the last one every job has to be over."""
 KEYS = ("alice", "bob")
+SHARES = {"carol": 2}
+"""Of the keys of a crowd, where it is not 1."""
+BEHIND = 4.0
+"""The most that a key that always waits may fall behind another's work by share, in the largest picture's: a
+turn each, and what either may save up (Shreedhar & Varghese 1996)."""
 
 
 class Violation(AssertionError):
@@ -348,6 +355,52 @@ class Bucket(batch.Bucket):
                 ticket.row.step += 1
 
 
+class Queue(fairness.FairQueue):
+    """Counts the work that keys are given by share, in every stretch of time in which they wait together:
+    each time that one is given a picture the other has one of its size waiting, which would fit too.
+    """
+
+    def __init__(self, shares: Any = None) -> None:
+        super().__init__(shares)
+        self._lead: dict[tuple[str, str], tuple[float, float]] = {}  # of a before b: now, the least so far
+        self._largest = 0.0
+        self.suspicion = False  # then one job is drawn alone, by intent
+
+    def push(self, entry: Any) -> None:
+        super().push(entry)
+        self._largest = max(self._largest, entry.cost)
+
+    def take(self, admits: Any = fairness._any_entry) -> Any:
+        waiting = {(one.key, one.size) for one in self._there}
+        entry = super().take(admits)
+        if self.suspicion:
+            self._lead.clear()
+        else:
+            self._note(entry, waiting)
+        return entry
+
+    def _note(self, entry: Any, waiting: set[tuple[str, Any]]) -> None:
+        work = entry.cost / SHARES.get(entry.key, 1) / self._largest
+        keys = {key for key, _ in waiting}
+        for pair in [pair for pair in self._lead if not set(pair) <= keys]:
+            del self._lead[pair]
+        for other in sorted(keys - {entry.key}):
+            behind, least = self._lead.get((other, entry.key), (0.0, 0.0))
+            self._lead[other, entry.key] = behind - work, min(least, behind - work)
+            if (other, entry.size) not in waiting:
+                self._lead.pop((entry.key, other), None)
+                continue
+            lead, least = self._lead.get((entry.key, other), (0.0, 0.0))
+            self._lead[entry.key, other] = lead + work, least
+            world().given_together += work
+            world().furthest_behind = max(world().furthest_behind, lead + work - least)
+            if lead + work - least > BEHIND and not world().unfair:
+                world().unfair = (
+                    f"at {world().now:.3f} s {other} always has pictures waiting, and got "
+                    f"{lead + work - least:.1f} times the largest one's work less, by share, than {entry.key}"
+                )
+
+
 class Studio:
     """Texts and pictures without a model."""
 
@@ -445,7 +498,7 @@ class Aside:
 class Engine(engine_loop.Engine):
     """The real rounds, one after the other as they are called for."""
 
-    def __init__(self, metrics: Any, given: Any, server: Any) -> None:
+    def __init__(self, metrics: Any, given: Any, server: Any, shares: Any) -> None:
         model = types.SimpleNamespace(sample_size=64)
         backend = types.SimpleNamespace(unet=None, device="sim")
         with mock.patch.object(engine_loop, "Studio", return_value=Studio()):
@@ -456,6 +509,7 @@ class Engine(engine_loop.Engine):
                 metrics=metrics,
                 on_tick=given.on_tick,
                 on_stop=given.on_stop,
+                shares=shares,
                 places=(Lanes(world().draw.choice([1, 2]), server), Aside(server)),
             )
         self.server, self._planned = server, False
@@ -467,6 +521,11 @@ class Engine(engine_loop.Engine):
     def stop(self, within_s: float = 0) -> bool:
         self._stopping = self.studio.stopping = True
         return True
+
+    def _room(self) -> Any:
+        admits = super()._room()
+        self._queue.suspicion = bool(self._suspects)  # type: ignore[attr-defined]
+        return admits
 
     def _call(self) -> None:
         self._called = True
@@ -487,7 +546,7 @@ class Engine(engine_loop.Engine):
 def open_model(settings: Any, metrics: Any, given: Any) -> LoadedModel:
     server = SERVER.get()
     model: Any = types.SimpleNamespace(name="sim")
-    return LoadedModel(model, Engine(metrics, given, server), None)
+    return LoadedModel(model, Engine(metrics, given, server, settings.limits.shares), None)
 
 
 class Loop(serve_loop.Loop):
@@ -530,12 +589,14 @@ class Server:
 class World:
     """One schedule: everything that happens follows from the seed."""
 
-    def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
+    def __init__(self, seed: int, crowd: bool = False) -> None:
+        self.draw, self.crowd = random.Random(seed), crowd
+        self.furthest_behind = self.given_together = 0.0
+        self.unfair = ""
         self.now, self.offset, self.furthest = 0.0, 1.8e9, 1.8e9
         self.shared = self.draw.random() < 0.5
         self.faulty, self.over = True, False
-        self.strength = self.draw.choice([0.0, 0.3, 1.0, 1.0, 2.0])
+        self.strength = self.draw.choice([0.0, 0.1] if crowd else [0.0, 0.3, 1.0, 1.0, 2.0])
         self.back, self.running = threading.Semaphore(0), None
         self.threads: set[Thread] = set()
         self.trace: list[str] = []
@@ -610,7 +671,13 @@ class World:
             lease_s=2.0,
             provenance=False,
             min_free_bytes=0,
-            limits=Limits(queue=12, queue_per_key=8, attempts=1000, rate_per_minute=1e5),
+            limits=Limits(
+                queue=90 if self.crowd else 12,
+                queue_per_key=30 if self.crowd else 8,
+                attempts=1000,
+                rate_per_minute=1e5,
+                keys={key: KeyLimits(share=share) for key, share in SHARES.items()},
+            ),
         )
         self.tell("started", server)
 
@@ -658,7 +725,8 @@ class Client:
 
     def __init__(self, of: World, number: int) -> None:
         draw = of.draw
-        self.world, self.id, self.key = of, f"job-{number}", draw.choice(KEYS)
+        keys = (*KEYS, *SHARES) if of.crowd else KEYS
+        self.world, self.id, self.key = of, f"job-{number}", draw.choice(keys)
         side = draw.choice([64, 64, 96])
         self.request = PictureRequest(
             prompt=f"picture {number}",
@@ -674,7 +742,7 @@ class Client:
 
     async def run(self) -> None:
         draw = self.world.draw
-        await asyncio.sleep(draw.uniform(0, 10))
+        await asyncio.sleep(draw.uniform(0, 3 if self.world.crowd else 10))
         while self.uid is None:
             both = [self._submit()] * 1 if draw.random() < 0.8 else [self._submit(), self._submit()]
             for answer in await asyncio.gather(*both):
@@ -721,7 +789,7 @@ async def _schedule(of: World) -> None:
     servers = of.draw.choice([2, 3]) if of.shared else 1
     for number in range(servers):
         await of.start(number)
-    clients = [Client(of, i) for i in range(of.draw.randint(3, 10))]
+    clients = [Client(of, i) for i in range(60 if of.crowd else of.draw.randint(3, 10))]
     running = [asyncio.ensure_future(client.run()) for client in clients]
     while of.now < FAULTS_S:
         await asyncio.sleep(of.draw.uniform(0.2, 4))
@@ -809,6 +877,7 @@ def _patches() -> contextlib.ExitStack:
         (core, "open_stores", open_stores),
         (core.opening, "open_model", open_model),
         (engine_loop, "Bucket", Bucket),
+        (engine_loop, "FairQueue", Queue),
         (engine_loop, "bucket_of", lambda row: row.size),
         (results.Hooks, "png", lambda _, picture, origin=None: json.dumps(picture.parameters).encode()),
         (core.secrets, "randbelow", lambda most: world().draw.randrange(most)),
@@ -819,11 +888,11 @@ def _patches() -> contextlib.ExitStack:
     return stack
 
 
-def run(seed: int) -> World:
-    """One schedule. `Violation` where something happened that must not, with its trace."""
+def run(seed: int, *, crowd: bool = False) -> World:
+    """One schedule, or one of a crowd. `Violation` where something happened that must not, with its trace."""
     global WORLD
     logging.getLogger("darkroom.serve").setLevel(logging.CRITICAL + 1)
-    WORLD = made = World(seed)
+    WORLD = made = World(seed, crowd)
     problems: list[BaseException] = []
 
     def noted(_: Any, told: dict[str, Any]) -> None:
@@ -837,6 +906,8 @@ def run(seed: int) -> World:
             made.loop.run_until_complete(_schedule(made))
         if problems:
             raise Violation("an error that nobody caught")
+        if made.unfair:
+            raise Violation(made.unfair)
     except Violation as error:
         trace = "\n".join(made.trace)
         raise Violation(f"seed {seed}: {error}\n{trace}") from (problems or [error])[0]

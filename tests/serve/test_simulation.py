@@ -1,4 +1,6 @@
-"""Schedules of the simulation: no accepted job is lost, doubled, changed, or waits for ever."""
+"""Schedules of the simulation: no accepted job is lost, doubled, changed, or waits for ever; no key that
+always waits gets less than its share while another gets more.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,10 @@ from unittest import mock
 
 import pytest
 
+from darkroom.serve.engine import fairness
 from darkroom.serve.jobs import store
-from serve.simulation import Violation, run
+from serve import simulation
+from serve.simulation import BEHIND, Violation, run
 
 SHORT = 8
 NIGHTLY = int(os.environ.get("SIMULATION_SEEDS", "1000"))
@@ -36,6 +40,54 @@ def test_a_store_that_forgets_is_found_out():
         pytest.raises(Violation, match="unknown|waiting|are there"),
     ):
         run_all(range(20))
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_keys_that_always_wait_get_their_shares(seed):
+    """One was served alone for as long as it had pictures: each look at a full engine gave it new credit."""
+    of = run(seed, crowd=True)
+    assert of.given_together > 20, "the control: much was given while others waited"
+    assert 0 < of.furthest_behind <= BEHIND
+
+
+def free_of_charge(self: fairness._Ring, admits: fairness.Admits) -> fairness.Entry:
+    """`take` by a scheduler that charges nothing."""
+    assert self.head(admits) is not None
+    return self.flows[self.turns[0]].take(admits)
+
+
+def credited_at_each_look(self: fairness._Ring, admits: fairness.Admits) -> fairness.Entry | None:
+    """`head` by a scheduler that forgets whose turn was credited."""
+    self.credited = False
+    return HEAD(self, admits)
+
+
+HEAD = fairness._Ring.head
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("take", free_of_charge), ("head", credited_at_each_look)])
+def test_a_scheduler_that_breaks_the_shares_is_found_out(name, wrong):
+    with (
+        mock.patch.object(fairness._Ring, name, wrong),
+        pytest.raises(Violation, match="always has pictures waiting, and got"),
+    ):
+        run(0, crowd=True)
+
+
+def test_shares_that_are_not_kept_are_found_out():
+    """The same scheduler, but of other shares than were promised."""
+    with (
+        mock.patch.dict(simulation.SHARES, {"alice": 20}),
+        mock.patch.object(simulation.Limits, "shares", {}),
+        pytest.raises(Violation, match="less, by share"),
+    ):
+        run(0, crowd=True)
+
+
+@pytest.mark.nightly
+def test_many_crowds():
+    for seed in range(100):
+        run(seed, crowd=True)
 
 
 @pytest.mark.nightly

@@ -25,6 +25,21 @@ def test_a_key_with_many_pictures_takes_turns_with_one_that_has_few():
     assert first.count("modest") == 5
 
 
+@pytest.mark.parametrize("looks", [0, 1, 3])
+def test_looking_at_a_full_batch_gives_no_key_new_credit(looks):
+    """Each look at which nothing fitted credited whose turn it was: its pictures were all served first."""
+    queue, keys = FairQueue({"paid": 2}), ("a", "b", "paid")
+    for i in range(60):
+        for key in keys:
+            queue.push(Entry(i, key, 64, 1.0))
+    order = []
+    for _ in range(60):
+        assert all(queue.head(lambda _: False) is None for _ in range(looks))
+        order.append(queue.take().key)
+    assert [order.count(key) for key in keys] == [15, 15, 30]
+    assert max(len(list(run)) for _, run in itertools.groupby(order)) <= 2
+
+
 def test_keys_share_work_and_not_pictures():
     queue = FairQueue()
     for i in range(200):

@@ -84,8 +84,12 @@ class _Ring:
         return all(flow.empty for flow in self.flows.values())
 
     def head(self, admits: Admits) -> Entry | None:
-        """The next entry; turns pass on until one can pay for its head."""
+        """The next entry; turns pass on until one can pay for its head.
+
+        Where none fits the turn stays whose it is, without new credit: it would be credited at each look.
+        """
         passed = 0
+        turn = (self.turns[0], self.credited) if self.turns else None
         while passed < len(self.turns):
             name = self.turns[0]
             entry = self.flows[name].head(admits)
@@ -104,6 +108,8 @@ class _Ring:
             if entry.cost <= self.credit[name] or len(self.turns) == 1:
                 return entry
             self._pass_on()
+        if turn is not None and self.turns and self.turns[0] == turn[0]:
+            self.credited = turn[1]
         return None
 
     def take(self, admits: Admits) -> Entry:
