@@ -109,7 +109,7 @@ def maps_large_folios() -> bool:
 
 def bytes_a_touch(file: Path) -> float:
     """Bytes of a mapped file that one touch of it brings into memory; 0 where no system tells."""
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         before = _resident_of(file)
         touched = range(0, min(len(mapped), _LOOKS * _LOOKED_AT_BYTES), _LOOKED_AT_BYTES)
         for place in touched:
