@@ -18,9 +18,9 @@ SHORT = 8
 NIGHTLY = int(os.environ.get("SIMULATION_SEEDS", "1000"))
 
 
-def run_all(seeds: range) -> None:
+def run_all(seeds: range, *, crowd: bool = False) -> None:
     for seed in seeds:
-        run(seed)
+        run(seed, crowd=crowd)
 
 
 @pytest.mark.parametrize("seed", range(SHORT))
@@ -71,7 +71,7 @@ def test_a_scheduler_that_breaks_the_shares_is_found_out(name, wrong):
         mock.patch.object(fairness._Ring, name, wrong),
         pytest.raises(Violation, match="always has pictures waiting, and got"),
     ):
-        run(0, crowd=True)
+        run_all(range(12), crowd=True)
 
 
 def test_shares_that_are_not_kept_are_found_out():
@@ -81,13 +81,12 @@ def test_shares_that_are_not_kept_are_found_out():
         mock.patch.object(simulation.Limits, "shares", {}),
         pytest.raises(Violation, match="less, by share"),
     ):
-        run(0, crowd=True)
+        run_all(range(12), crowd=True)
 
 
 @pytest.mark.nightly
 def test_many_crowds():
-    for seed in range(100):
-        run(seed, crowd=True)
+    run_all(range(100), crowd=True)
 
 
 @pytest.mark.nightly
