@@ -148,6 +148,8 @@ def test_what_a_touch_of_a_mapped_file_brings_is_measured(tmp_path):
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
     a_touch = bytes_a_touch(file)
     assert 4096 <= a_touch <= MIB
+    (tmp_path / "link").symlink_to(file)
+    assert bytes_a_touch(tmp_path / "link") == a_touch
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         for place in range(0, len(mapped), 4096):
             mapped[place]

@@ -119,14 +119,14 @@ def bytes_a_touch(file: Path) -> float:
 
 def _resident_of(file: Path) -> int:
     """Bytes of a mapped file that are in memory, of all its mappings; 0 on systems that do not tell."""
-    total, is_its = 0, False
+    total, is_its, place = 0, False, str(file.resolve())  # the system tells links' targets
     try:
         lines = SMAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return 0
     for words in (line.split(maxsplit=5) for line in lines):
         if "-" in words[0]:
-            is_its = words[-1] == str(file)
+            is_its = words[-1] == place
         elif is_its and words[0] == "Rss:":
             total += int(words[1]) * 1024
     return total
