@@ -272,6 +272,12 @@ class ServeSettings(BaseModel):
         return self.limits.model_copy(update={"adapters": min(self.limits.adapters, self.slots)})
 
 
+def check_certificate(settings: ServeSettings) -> None:
+    """InputError for a certificate that cannot sign, where pictures are to be signed with one."""
+    if settings.sign is not None and settings.provenance:
+        Certificate.read(settings.sign)
+
+
 def check_paths(settings: ServeSettings) -> None:
     """InputError for folders that are not there, and a certificate that cannot sign. Imports nothing heavy:
     called before anything that does.
@@ -280,8 +286,7 @@ def check_paths(settings: ServeSettings) -> None:
         folder: Path | None = getattr(settings, name)
         if folder is not None and not folder.is_dir():
             raise InputError(f"--{name} '{folder}' is no folder", mend="make it, or name another")
-    if settings.sign is not None and settings.provenance:
-        Certificate.read(settings.sign)
+    check_certificate(settings)
     if settings.mcp and find_spec("mcp") is None:
         raise MissingExtra("mcp", "mcp")
     for ref in (settings.model, *settings.more_models):
