@@ -228,8 +228,8 @@ class TrainingData:
 
 
 def _counted(path: str, version: int | None, filter: str | None) -> tuple[list[SourceCount], bool]:
-    """A store's sources at a version, with the licences known now, and whether it is there; else the
-    newest is counted.
+    """A store's sources at a version, with the licences of the pictures' own or else those that are known now
+    of the source, and whether that version is there; else the newest is counted.
     """
     newest, as_then = Store.open(path), True
     store, licences = newest, newest.licences()
@@ -238,10 +238,17 @@ def _counted(path: str, version: int | None, filter: str | None) -> tuple[list[S
             store = Store.open(path, version=version)
         except StoreError:
             as_then = False
-    counts = sorted(store.sources(filter).items())
+    counts: Counter[tuple[str, str]] = Counter()
+    counts.update({(source, ""): count for source, count in store.sources(filter).items()})
+    for (source, licence), count in store.own_licences(filter).items():
+        counts[source, ""] -= count
+        counts[source, licence] += count
     rows = [
-        SourceCount(last_name(path), without_path(source), count, without_path(licences.get(source, UNKNOWN)))
-        for source, count in counts
+        SourceCount(
+            last_name(path), without_path(source), count, without_path(own or licences.get(source, UNKNOWN))
+        )
+        for (source, own), count in sorted(counts.items())
+        if count
     ]
     return rows, as_then
 
