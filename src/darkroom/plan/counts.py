@@ -37,7 +37,6 @@ LATENTS, SAMPLES, DECODED = "latents", "samples", "decoded samples"
 KEPT_OF_LATENTS, KEPT_OF_PICTURES = 0.05, 0.5
 MOST_KEPT_OF_PICTURES = 0.4e9  # of large pictures most blocks are from 32 MB on
 KEPT_OF_GRADIENTS = 0.5  # of the last step's: a DiT's activations filled half of what they had left
-KEPT_OF_FROZEN = 0.6  # frozen layers free their inputs in the forward pass, among blocks that live on
 KEPT_OF_STEP = 0.2  # 0.16 to 0.29: nearly all blocks live until the backward pass
 
 
@@ -175,7 +174,7 @@ class Profile:
 
     def _kept(self, stage: str, held: Mapping[str, float]) -> float:
         """Bytes that a CPU's process keeps of freed blocks, besides what is alive."""
-        if self.facts.get("checkpoints"):
+        if self.facts.get("frees_in_forward"):
             return 0.0  # train.setup has such a run give freed blocks back at once
         alive = held["activations"] + held["temporary"]
         if stage == LATENTS:
@@ -183,8 +182,7 @@ class Profile:
         if stage not in TRAIN_STAGES:
             return min(KEPT_OF_PICTURES * alive, MOST_KEPT_OF_PICTURES)
         freed: float = max(0.0, self.facts.get("small_gradient_bytes", 0) - held["gradients"])
-        share = KEPT_OF_FROZEN if self.facts.get("frees_in_forward") else KEPT_OF_STEP
-        return share * alive + KEPT_OF_GRADIENTS * min(freed, alive)
+        return KEPT_OF_STEP * alive + KEPT_OF_GRADIENTS * min(freed, alive)
 
     def _held(
         self, moment: Moment, rows: int, accumulate: bool, step_rows: int, shards: int, gathers: bool

@@ -115,7 +115,6 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
             facts={
                 **_facts(side, model, task.modules.values(), step, averages=recipe.train.ema.enabled),
                 "encodes_inline": inline,
-                "checkpoints": recipe.train.gradient_checkpointing,
                 "frees_in_forward": recipe.frees_in_forward,
                 **({"adapter_bytes": _adapter_bytes(step.weights.masters)} if recipe.adapts else {}),
                 **(_swapped(model.unet) if model.unet is not None else {}),

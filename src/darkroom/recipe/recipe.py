@@ -88,10 +88,10 @@ class Recipe(BaseModel):
 
     @property
     def frees_in_forward(self) -> bool:
-        """Whether the forward pass frees blocks among those that live on until the backward pass, where no
-        checkpointing is asked for: frozen layers let their inputs go as soon as they have run.
+        """Whether the forward pass frees blocks among those that live on until the backward pass: frozen
+        layers and checkpointed blocks let their inputs go as soon as they have run.
         """
-        return not self.train.gradient_checkpointing and (self.adapts or self.model.word is not None)
+        return self.train.gradient_checkpointing or self.adapts or self.model.word is not None
 
     @property
     def trains_text(self) -> bool:

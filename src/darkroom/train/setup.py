@@ -132,7 +132,7 @@ class _Site:
 
 
 FREED_BYTES = 2**20
-"""On a CPU a run that checkpoints, for memory before speed, gives blocks of this size back at once."""
+"""On a CPU a run that frees in its forward pass gives blocks of this size back at once."""
 
 
 def make_job(
@@ -155,7 +155,7 @@ def make_job(
     contents = ranks.broadcast(lambda: contents_of(store, pinned.contents, columns_read(data)))
     chosen = chosen_of((train_rows, held_rows), data, pinned.chosen)
     device = own_device(train.device, ranks)
-    _set_process(train, device)
+    _set_process(train, device, recipe.frees_in_forward)
     precision, why = choose_precision(train.precision, device)
     notes = [f"precision {precision}: {why}"]
     site = _Site(device, precision, pinned, ranks, say, meter.part if meter else lambda _: nullcontext())
@@ -217,10 +217,10 @@ def make_job(
     )
 
 
-def _set_process(train: TrainSettings, device: torch.device) -> None:
-    """Choose kernels; on a CPU, blocks that checkpointing frees go back to the system."""
+def _set_process(train: TrainSettings, device: torch.device, frees_in_forward: bool) -> None:
+    """Choose kernels; on a CPU, freed blocks go back to the system in a run whose forward pass frees them."""
     set_kernels(train, device)
-    if device.type == "cpu" and train.gradient_checkpointing:
+    if device.type == "cpu" and frees_in_forward:
         return_freed(FREED_BYTES)
 
 
