@@ -118,7 +118,7 @@ print((resident_bytes() - before) // 2**20)
 
 
 def held_mib(way: str, block_kib: int, *at_the_end: str, **variables: str) -> int:
-    """Of 200 MiB in such blocks, half of which was freed, each beside one that lives on, or those at the end."""
+    """Of 200 MiB in such blocks, half of which was freed: every second one, or those at the end."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     run = [sys.executable, "-c", HOLES, way, str(block_kib), *at_the_end]
     return int(subprocess.run(run, capture_output=True, text=True, check=True, env=own | variables).stdout)

@@ -67,7 +67,7 @@ def return_freed(least_bytes: int, *, keep_top: bool = False) -> bool:
     """Have glibc give freed blocks of so many bytes and more back at once: resident memory follows what is
     alive, where else blocks that are freed among others that live on leave holes.
 
-    Costs some speed: each such block is zeroed anew. With `keep_top` what smaller blocks leave free at the end
+    Costs some speed: each such block is zeroed anew. With `keep_top` what small blocks leave free at the end
     of the heap stays for the next ones: given back and asked for again many times a step it costs more, and
     saves nothing at the highest point. It is the process's from then on; where glibc's own variables have
     smaller blocks given back, they stay. False where there is no glibc.
@@ -81,7 +81,8 @@ def return_freed(least_bytes: int, *, keep_top: bool = False) -> bool:
         library = ctypes.CDLL(None)
         top_bytes = _MOST if keep_top else least_bytes
         limits = {_MMAP_THRESHOLD: least_bytes, _TRIM_THRESHOLD: top_bytes}
-        return all([library.mallopt(name, value) for name, value in limits.items()])
+        taken = [library.mallopt(name, value) for name, value in limits.items()]  # all are set
+        return all(taken)
     return False
 
 
