@@ -101,14 +101,14 @@ class Bucket:
         self._batch, self._packed = None, []
 
     def _next(self) -> list[Ticket]:
-        """The tickets whose rows take the next step."""
+        """The tickets whose rows take the next step; those with adapters last (`RunningBatch`)."""
         now = list(self.tickets)
         costs_s = itertools.accumulate(ticket.shape.row_cost * self.evaluation_s for ticket in now)
         fits = max(1, sum(cost_s <= LONG_STEP_S for cost_s in costs_s))
         if fits < len(now):  # those left out are first next time
             now = now[:fits]
             self.tickets = [*(ticket for ticket in self.tickets if ticket not in now), *now]
-        return now
+        return sorted(now, key=lambda ticket: ticket.row is not None and bool(ticket.row.adapters))
 
     def step(self, unet: Unet, pace: Callable[[], None] = lambda: None) -> Stepped:
         """One step of the rows whose turn it is; `pace` waits for what is to be counted as its time. A
