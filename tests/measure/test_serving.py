@@ -100,6 +100,9 @@ def test_figures_count_and_goodput_leaves_the_start_out() -> None:
     assert told["latency_p50_s"] == pytest.approx(1.01, abs=0.02)
     assert told["latency_p99_s"] == pytest.approx(1.49, abs=0.011)
     assert told["refusal_p99_s"] == 0.02
+    assert (told["http_5xx"], "http_5xx_statuses" in told) == (0, False)
+    failed = figures(Trial(outcomes, 0.0, 101.5, errors={503: 2, 507: 1}))
+    assert (failed["http_5xx"], failed["http_5xx_statuses"]) == (3, {"503": 2, "507": 1})
     assert Trial(outcomes, 0.0, 101.5).goodput() == pytest.approx(1, rel=0.03)
 
 

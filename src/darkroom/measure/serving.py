@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -87,8 +87,8 @@ class Trial:
     """Requests a second; None for all at once."""
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
-    errors: int = 0
-    """Answers with 5xx."""
+    errors: Mapping[int, int] = field(default_factory=dict)
+    """Answers with 5xx, by status."""
 
     @property
     def wall_s(self) -> float:
@@ -320,8 +320,8 @@ class _ServingRun:
         return rows
 
 
-def _server_errors(client: Client) -> int:
-    return sum(count for status, count in client.statuses.items() if status >= 500)
+def _server_errors(client: Client) -> Counter[int]:
+    return Counter({status: count for status, count in client.statuses.items() if status >= 500})
 
 
 async def _in_turn(client: Client, left: Iterator[tuple[str, TraceRequest]]) -> list[Outcome]:
@@ -434,7 +434,9 @@ def _row(benchmark: str, name: str, trial: Trial, settings: dict[str, Any]) -> M
 def figures(trial: Trial) -> dict[str, Any]:
     """What is said of a trial besides its pictures a second."""
     states = [outcome.state for outcome in trial.outcomes]
-    settings: dict[str, Any] = {"http_5xx": trial.errors}
+    settings: dict[str, Any] = {"http_5xx": sum(trial.errors.values())}
+    if trial.errors:
+        settings["http_5xx_statuses"] = {str(status): count for status, count in trial.errors.items()}
     for state in ("done", "cancelled", "refused", "failed", "lost"):
         settings[state] = states.count(state)
     settings |= _spread("latency", [o.latency_s for o in trial.outcomes])
