@@ -1,13 +1,13 @@
-"""The pictures that the report's base model, VAE and extractors learn from: emoji with their names, and
+"""The pictures that the report's base model and extractors learn from: emoji with their names, and
 random cuts of photographs.
 
     python benchmarks/finetune/pictures.py PHOTOS EMOJI OUT
 
 PHOTOS is the DreamBooth dataset's folder and EMOJI one with images.zip and captions.jsonl. OUT gets
 `captioned/`: emoji and photographs of three subjects that are not fine-tuned, with captions ("an emoji of
-red heart", "a photo of a dog"); dog, dog6, cat2 and backpack are not in it. `hues/`: the same photographs
-in any colour, for the VAE. And `subjects/`: cuts of every subject with its name as a column, for the
-extractor of likeness, which is trained on all but the one to be judged: `data.filter="subject <> 'dog6'"`.
+red heart", "a photo of a dog"); dog, dog6, cat2 and backpack are not in it. And `subjects/`: cuts of every
+subject with its name as a column, for the extractor of likeness, which is trained on all but the one to be
+judged: `data.filter="subject <> 'dog6'"`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
 OTHERS = {"dog2": "dog", "duck_toy": "toy", "teapot": "teapot"}
-CUTS = 100  # of each photograph
+CUTS = 150  # of each photograph
 SUBJECTS = ("dog", "dog2", "dog6", "cat2", "backpack", "duck_toy", "teapot")
 SUBJECT_CUTS = 48
 NEAR = 0.55  # a cut of a smaller share of the sides shows a part only
-SIDE = 64
+SIDE = 128
 
 
 def emoji(folder: Path, out: Path) -> list[dict[str, str]]:
@@ -39,15 +39,16 @@ def emoji(folder: Path, out: Path) -> list[dict[str, str]]:
             picture = Image.open(io.BytesIO(pictures.read(told["file_name"]))).convert("RGBA")
             white = Image.new("RGBA", picture.size, "white")
             name = Path(told["file_name"]).with_suffix(".png").name
-            Image.alpha_composite(white, picture).convert("RGB").save(out / name)
+            whole = Image.alpha_composite(white, picture).convert("RGB")
+            whole.resize((SIDE, SIDE), Image.Resampling.LANCZOS).save(out / name)
             lines.append({"file_name": name, "text": f"an emoji of {told['text']}"})
     return lines
 
 
-def cuts(photos: Path, out: Path, seed: int = 0, *, hues: bool = False) -> list[dict[str, str]]:
-    """Random squares of every photograph, some mirrored, in other light; the largest show the subject.
+def cuts(photos: Path, out: Path, seed: int = 0) -> list[dict[str, str]]:
+    """Random squares of every photograph, some mirrored, in other light; two of three show the subject whole.
 
-    With `hues` in any colour: three subjects have few, and a VAE that saw them alone greys the others.
+    Half of the captions have no article, as those of fine-tuning ("a photo of sks dog").
     """
     rng = np.random.default_rng(seed)
     lines = []
@@ -55,12 +56,12 @@ def cuts(photos: Path, out: Path, seed: int = 0, *, hues: bool = False) -> list[
         for file in sorted((photos / subject).glob("*.jpg")):
             picture = opened(file)
             for i in range(CUTS):
-                share = float(rng.uniform(0.25, 1.0)) if i % 3 else float(rng.uniform(0.7, 1.0))
+                share = float(rng.uniform(0.8, 1.0) if i % 3 else rng.uniform(0.3, NEAR))
                 name = f"{subject}-{file.stem}-{i:03d}.png"
-                made = varied(cut(picture, share, rng), rng)
-                (hued(made, rng) if hues else made).save(out / name)
-                what = f"a photo of a {word}" if share > NEAR else f"a detail of a photo of a {word}"
-                lines.append({"file_name": name, "text": what})
+                varied(cut(picture, share, rng), rng).save(out / name)
+                what = "a photo of" if i % 3 else "a detail of a photo of"
+                article = "a " if rng.random() < 0.5 else ""
+                lines.append({"file_name": name, "text": f"{what} {article}{word}"})
     return lines
 
 
@@ -88,14 +89,6 @@ def varied(picture: Image.Image, rng: np.random.Generator) -> Image.Image:
     return picture
 
 
-def hued(picture: Image.Image, rng: np.random.Generator) -> Image.Image:
-    """All hues turned by the same angle, colours strengthened by up to a half."""
-    hue, *others = picture.convert("HSV").split()
-    turned = np.asarray(hue) + np.uint8(rng.integers(256))
-    made = Image.merge("HSV", [Image.fromarray(turned), *others]).convert("RGB")
-    return ImageEnhance.Color(made).enhance(float(rng.uniform(1.0, 1.5)))
-
-
 def subjects(photos: Path, out: Path, seed: int = 1) -> list[dict[str, str]]:
     """Large cuts of every subject's photographs, with its name."""
     rng = np.random.default_rng(seed)
@@ -111,11 +104,10 @@ def subjects(photos: Path, out: Path, seed: int = 1) -> list[dict[str, str]]:
 
 
 def main(photos: Path, emoji_folder: Path, out: Path) -> None:
-    for name in ("captioned", "hues", "subjects"):
+    for name in ("captioned", "subjects"):
         (out / name).mkdir(parents=True, exist_ok=True)
     made = {
         "captioned": emoji(emoji_folder, out / "captioned") + cuts(photos, out / "captioned"),
-        "hues": cuts(photos, out / "hues", seed=2, hues=True),
         "subjects": subjects(photos, out / "subjects"),
     }
     for name, lines in made.items():

@@ -225,9 +225,7 @@ def _open(path: Path, parts: Sequence[str] | None, variant: str | None, as_store
         folder = path / denoiser_of(path)
         model.unet = read_part(denoiser_class(folder), folder, variant, as_stored)
     if "vae" in wanted:
-        from darkroom.models.parts import AutoencoderKL
-
-        model.vae = read_part(AutoencoderKL, path / "vae", variant, as_stored)
+        model.vae = read_part(vae_class(path / "vae"), path / "vae", variant, as_stored)
         # SDXL's says that float16 overflows in it; of older ones diffusers' class assumes it.
         config = read_json(path / "vae" / "config.json")
         model.vae.register_to_config(force_upcast=bool(config.get("force_upcast")))
@@ -274,6 +272,18 @@ def denoiser_class(folder: Path) -> Any:
     if kind != DiT.__name__:
         raise ModelError(f"'{folder}' is a {kind}", allowed=f"a U-Net, or darkroom's own {DiT.__name__}")
     return DiT
+
+
+def vae_class(folder: Path) -> Any:
+    """The class of the VAE in a folder: diffusers' AutoencoderKL, or a tiny autoencoder."""
+    from darkroom.models.parts import AutoencoderKL
+
+    file = folder / "config.json"
+    if not file.is_file() or "blocks_per_stage_decoder" not in read_json(file):
+        return AutoencoderKL
+    from darkroom.models.tiny import TinyAutoencoder
+
+    return TinyAutoencoder
 
 
 def text_class(folder: Path) -> Any:
@@ -542,7 +552,9 @@ def _index(model: Model) -> dict[str, Any]:
     for name, module in model.modules.items():
         library = "transformers" if name.startswith("text_encoder") else "diffusers"
         if name == "unet" and model.is_dit:
-            name, library = TRANSFORMER, "darkroom"
+            name = TRANSFORMER
+        if type(module).__module__.startswith("darkroom."):
+            library = "darkroom"
         index[name] = [library, type(module).__name__]
     for i in range(len(model.tokenizers)):
         index[numbered("tokenizer", i)] = ["transformers", "CLIPTokenizer"]

@@ -16,6 +16,7 @@ from darkroom.models.folder import (
     denoiser_of,
     load,
     text_class,
+    vae_class,
 )
 from darkroom.models.hub import fetch
 from darkroom.models.model import PARTS, Model, numbered
@@ -107,8 +108,6 @@ def _folder(ref: str, revision: str | None) -> Path:
 
 
 def _from_configs(path: Path, parts: tuple[str, ...]) -> Model:
-    from darkroom.models.parts import AutoencoderKL
-
     file = path / "scheduler" / "scheduler_config.json"
     model = Model(
         family="custom",
@@ -119,7 +118,7 @@ def _from_configs(path: Path, parts: tuple[str, ...]) -> Model:
         if "unet" in parts and (folder := path / denoiser_of(path)).is_dir():
             model.unet = _built(denoiser_class(folder), folder)
         if "vae" in parts and (path / "vae").is_dir():
-            model.vae = _built(AutoencoderKL, path / "vae")
+            model.vae = _built(vae_class(path / "vae"), path / "vae")
         for i in range(2):
             if "text_encoder" in parts and (folder := path / numbered("text_encoder", i)).is_dir():
                 model.text_encoders.append(_built(text_class(folder), folder))

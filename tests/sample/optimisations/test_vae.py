@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 
 from darkroom import models, sample
 from darkroom.errors import InputError
+from darkroom.models.tiny import Residual
 from darkroom.sample.likeness import levels, likeness, psnr
 from darkroom.sample.optimisations import vae as vae_module
 from darkroom.sample.optimisations.table import optimise
-from darkroom.sample.optimisations.tiny_vae import Residual, load_tiny
+from darkroom.sample.optimisations.tiny_vae import load_tiny
 from darkroom.sample.optimisations.vae import VaeFront, in_tiles
 
 CPU = torch.device("cpu")

@@ -18,6 +18,7 @@ from torch import nn
 
 from darkroom.errors import InputError, is_system_failure
 from darkroom.models.checked import read_json, tensor_types
+from darkroom.models.tiny import NumberedDecoder, NumberedEncoder
 from darkroom.sample.optimisations.applied import Applied
 
 OF_FAMILY = {"sdxl": "madebyollin/taesdxl"}
@@ -132,7 +133,7 @@ def _numbered(folder: Path, config: dict[str, Any], half: str = "decoder") -> An
         if key.startswith(f"{half}.")
     }
     try:
-        made.layers.load_state_dict(weights)
+        made.load_state_dict(weights)
     except RuntimeError as error:
         raise InputError(f"tiny_vae:{folder}: the weights do not fit its config.json") from error
     return made.eval()
@@ -153,50 +154,6 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     tensor_types([file])  # ModelError for a file that is cut short or damaged
     found: dict[str, torch.Tensor] = load_file(file)
     return found
-
-
-class NumberedDecoder(nn.Module):
-    """Latents, softly bounded, to pixels of -1 to 1: stages of residual blocks with doubling between."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        width, stages = int(config["width"]), list(config["blocks_per_stage_decoder"])
-        pool = int(config["pool_channels"]) if config.get("midblock_groupnorm_pool") else 0
-        # The first place is the soft bound, done in `forward`; it has a number but no weights.
-        enter = nn.Conv2d(int(config["latent_channels"]), width, 3, padding=1)
-        layers: list[nn.Module] = [nn.Identity(), enter, nn.ReLU()]
-        for i, count in enumerate(stages):
-            pooled = pool if i == 0 else 0
-            layers += [Residual(width, pooled, int(config.get("pool_groups", 1))) for _ in range(count)]
-            if i + 1 < len(stages):
-                layers += [nn.Upsample(scale_factor=2), nn.Conv2d(width, width, 3, padding=1, bias=False)]
-        self.layers = nn.Sequential(*layers, nn.Conv2d(width, 3, 3, padding=1))
-
-    def forward(self, latents_BCHW: torch.Tensor) -> torch.Tensor:
-        """Latents [B, C, H, W] to pixels [B, 3, 8H, 8W]."""
-        pixels: torch.Tensor = self.layers(torch.tanh(latents_BCHW / 3) * 3)
-        return pixels.clamp(0, 1) * 2 - 1
-
-
-class NumberedEncoder(nn.Module):
-    """Pixels of -1 to 1 to latents: stages of residual blocks with halving between."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        width, stages = int(config["width"]), list(config["blocks_per_stage_encoder"])
-        pool = int(config["pool_channels"]) if config.get("midblock_groupnorm_pool") else 0
-        layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
-        for i, count in enumerate(stages):
-            if i:
-                layers.append(nn.Conv2d(width, width, 3, padding=1, stride=2, bias=False))
-            pooled = pool if i + 1 == len(stages) else 0
-            layers += [Residual(width, pooled, int(config.get("pool_groups", 1))) for _ in range(count)]
-        self.layers = nn.Sequential(*layers, nn.Conv2d(width, int(config["latent_channels"]), 3, padding=1))
-
-    def forward(self, pixels_B3HW: torch.Tensor) -> torch.Tensor:
-        """Pixels [B, 3, 8H, 8W] to latents [B, C, H, W]."""
-        latents: torch.Tensor = self.layers(pixels_B3HW / 2 + 0.5)
-        return latents
 
 
 class TinyPair(nn.Module):
@@ -240,22 +197,3 @@ def is_tiny_vae(folder: str) -> bool:
     about = Path(folder) / "config.json"
     config = read_json(about) if about.is_file() else {}
     return "blocks_per_stage_decoder" in config or config.get("_class_name") == "AutoencoderTiny"
-
-
-class Residual(nn.Module):
-    """Three convolutions and a skip connection; `pooled` channels of normalised context first."""
-
-    def __init__(self, width: int, pooled: int = 0, groups: int = 1) -> None:
-        super().__init__()
-        convolutions = [nn.Conv2d(width, width, 3, padding=1) for _ in range(3)]
-        self.conv = nn.Sequential(convolutions[0], nn.ReLU(), convolutions[1], nn.ReLU(), convolutions[2])
-        self.pool: nn.Module | None = None
-        if pooled:
-            into, back = nn.Conv2d(width, pooled, 1, bias=False), nn.Conv2d(pooled, width, 1, bias=False)
-            self.pool = nn.Sequential(into, nn.GroupNorm(groups, pooled), nn.ReLU(), back)
-
-    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
-        """[B, C, H, W] to the same."""
-        if self.pool is not None:
-            x_BCHW = x_BCHW + self.pool(x_BCHW)
-        return torch.relu(self.conv(x_BCHW) + x_BCHW)
