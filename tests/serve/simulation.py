@@ -290,7 +290,7 @@ class Database(store.JobStore):
 
     def __init__(self, of: World, name: str) -> None:
         self.world, self.home, self.server, self.trouble = of, SERVER.get(), name, None
-        self._engine = of.database
+        self._engine, self._called = of.database, None  # other servers add jobs to it
 
     def close(self) -> None:
         """The world's database stays."""
@@ -328,6 +328,7 @@ class Row:
 
     def __init__(self, steps: int, size: Any) -> None:
         self.steps, self.size, self.step = steps, size, 0
+        self.adapters, self.controls = (((1, 1.0),) if steps % 3 == 0 else ()), ()
 
     @property
     def done(self) -> bool:

@@ -414,7 +414,8 @@ class Engine:
                 if key not in self._buckets:
                     least_s = min(map(self._had_s, self._buckets), default=0.0)
                     estimate_s = self.seconds_for(float(ticket.shape.pixels)) or 0.0
-                    self._buckets = {key: Bucket(least_s, estimate_s), **self._buckets}
+                    on_cpu = self.studio.backend.device.type == "cpu"
+                    self._buckets = {key: Bucket(least_s, estimate_s, charges=on_cpu), **self._buckets}
                 self._buckets[key].add(ticket)
         with self._condition:
             self._arrived = early + self._arrived
