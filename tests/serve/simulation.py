@@ -31,6 +31,7 @@ from typing import Any
 from unittest import mock
 
 import sqlalchemy as sql
+import torch
 from sqlalchemy.pool import StaticPool
 
 from darkroom.errors import DarkroomError
@@ -502,7 +503,7 @@ class Engine(engine_loop.Engine):
 
     def __init__(self, metrics: Any, given: Any, server: Any, shares: Any) -> None:
         model = types.SimpleNamespace(sample_size=64)
-        backend = types.SimpleNamespace(unet=None, device="sim")
+        backend = types.SimpleNamespace(unet=None, device=torch.device("cpu"))
         with mock.patch.object(engine_loop, "Studio", return_value=Studio()):
             super().__init__(
                 model,  # type: ignore[arg-type]
