@@ -211,7 +211,7 @@ export class Form {
       dialog.showModal();
     };
     $("extend-cancel").onclick = () => dialog.close();
-    $("extend-form").addEventListener("submit", (event) => { event.preventDefault(); this.extend(sides()); dialog.close(); });
+    $("extend-form").addEventListener("submit", (event) => { event.preventDefault(); dialog.close(); this.extend(sides()); });
   }
 
   /** A size in the model's steps, no more than the server allows, of a canvas's shape. */

@@ -15,8 +15,8 @@ export class Viewer {
     $("viewer-close").onclick = () => dialog.close();
     $("viewer-newer").onclick = () => this.walk(-1);
     $("viewer-older").onclick = () => this.walk(1);
-    $("viewer-settings").onclick = () => { onSettings(this.now.parameters); dialog.close(); };
-    $("viewer-start").onclick = () => { onStart(this.now.blob); dialog.close(); };
+    $("viewer-settings").onclick = () => { dialog.close(); onSettings(this.now.parameters); };
+    $("viewer-start").onclick = () => { dialog.close(); onStart(this.now.blob); };
     $("viewer-remove").onclick = () => this.remove(onRemove);
     $("viewer-share").onclick = () => onShare(this.now.parameters);
     $("compare-with").onchange = () => this.compare($("compare-with").value);
