@@ -38,7 +38,7 @@ class OnEasel {
     this.card = make("article", { className: "exposure", tabIndex: -1 }, frames, this.meter,
       make("div", { className: "exposure-line" }, this.line, this.stop));
     this.card.setAttribute("aria-label", prompt || "Picture being made");
-    this.card.dataset.job = id;
+    Object.assign(this.card.dataset, { job: id, state: this.state });
   }
 
   frame(ratio) {
