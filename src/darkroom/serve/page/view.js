@@ -84,7 +84,9 @@ export class Viewer {
       const { image } = await answer.json();
       const bytes = Uint8Array.from(atob(image), (one) => one.charCodeAt(0));
       const blob = new Blob([await withTextOf(now.blob, bytes)], { type: "image/png" });
-      const made = await this.onMade({ ...now, blob, parameters: { ...now.parameters, upscaled: `${factor} times by ${upscaler}` } });
+      const { width, height } = await createImageBitmap(blob);
+      const upscaled = `${factor} times by ${upscaler}, to ${width} \u00d7 ${height}`;
+      const made = await this.onMade({ ...now, blob, parameters: { ...now.parameters, upscaled } });
       this.show(made);
       say(`Upscaled ${factor} times.`);
     } catch (error) {
