@@ -46,7 +46,8 @@ export class Form {
       Object.assign($(id), { min: model.size_step, max: limits.side_pixels, step: model.size_step });
       $(id).value = model[id];
     }
-    $("shapes").replaceChildren(...SHAPES.map((shape) => this.shapeButton(...shape)));
+    const shapes = SHAPES.map((shape) => this.shapeButton(...shape));
+    $("shapes").replaceChildren(...shapes.filter((one, i) => shapes.findIndex(({ size }) => size === one.size) === i));
     this.listAdapters(model.adapters);
     this.controls.allow(model);
     this.listModels(model);
