@@ -183,8 +183,10 @@ export class Form {
     this.start = await encoded(blob, found);
     this.also.without("hires");
     this.painter.set(found.canvas);
+    const chosen = document.activeElement === $("start-file");
     this.putSize(this.sized(found.canvas.width / found.canvas.height));
     this.showStart();
+    if (chosen) $("mask-open").focus();
     this.keep();
     say("The next picture starts from this one.");
   }
@@ -241,6 +243,7 @@ export class Form {
     this.start = null;
     $("start-file").value = "";
     this.showStart();
+    $("start-file").focus();
   }
 
   showStart() {
