@@ -89,7 +89,7 @@ export function tableOf(cells, { x, y, title }) {
 }
 
 /** What changes down the rows and along the columns. */
-const axesOf = (x, y) => [y.name && `${AXES[y.name]} \u2193`, x.name && `${AXES[x.name]} \u2192`].filter(Boolean).join("  ");
+const axesOf = (x, y) => [y.name && `${AXES[y.name]}\u00a0\u2193`, x.name && `${AXES[x.name]}\u00a0\u2192`].filter(Boolean).join(" ");
 
 /** A grid as one PNG, with its values: for saving. */
 export async function sheetOf({ x, y }, images) {
