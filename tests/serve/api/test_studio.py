@@ -302,6 +302,19 @@ def test_jobs_that_wait_are_small_below_the_one_that_is_drawn(page, server):
     page.until("document.querySelector('#queue').hidden")
 
 
+def test_cancel_can_be_pressed_again_where_the_server_was_not_reached(page, server):
+    expose(page, "on its way", steps=150, num=8)
+    page.until("document.querySelector('.exposure')?.dataset.state === 'running'")
+    page.js("window.reaches = window.fetch; window.fetch = () => Promise.reject(new TypeError('gone'))")
+    page.click("#queue-cancel")
+    page.until("document.querySelector('#problem').textContent === 'The server cannot be reached.'")
+    page.js("window.fetch = window.reaches")
+    page.until("!document.querySelector('.exposure .soft').disabled")
+    page.click(".exposure .soft")
+    page.until("document.querySelector('#queue').hidden")
+    assert newest(server)["state"] == "cancelled"
+
+
 def test_a_link_has_the_settings(page, server):
     page.write("#prompt", "a linked äpple")
     page.set("#steps", 7)

@@ -88,7 +88,10 @@ class OnEasel {
   async cancel() {
     this.stop.disabled = true;
     this.say("Cancelling");
-    await ask(`/jobs/${this.id}`, { method: "DELETE" }).catch(tellProblem);
+    await ask(`/jobs/${this.id}`, { method: "DELETE" }).catch((error) => {
+      this.stop.disabled = false;
+      tellProblem(error);
+    });
   }
 
   /** Its pictures are there: the last job's stay on the easel until the next one comes. */
