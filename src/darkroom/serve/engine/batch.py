@@ -86,7 +86,8 @@ class Toll:
         if self._evaluation_s is None:
             return plain
         spared_s = self._evaluation_s * _evaluations(set(tickets).difference(plain))
-        self._resting = self._owed_s > (0.0 if self._resting else (RESTS - 1) * spared_s)
+        # They pay in advance: plain rows may be through at any step.
+        self._resting = self._owed_s > (-(RESTS - 1) * spared_s if self._resting else 0.0)
         return plain if self._resting else tickets
 
     def note(self, tickets: list[Ticket], now: list[Ticket], wall_s: float) -> None:
