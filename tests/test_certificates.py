@@ -28,7 +28,7 @@ def _needs_c2pa() -> None:
 
 def write(path: Path, **how: Any) -> Path:
     """A signer's certificate by an authority, and its key: `begin` and `end` in days from now, `usage`
-    (digitalSignature, or another), `purposes` by their names, `ca`, `key` (its own, other, none)."""
+    (digitalSignature, or another), `purposes` (names or numbers), `ca`, `key` (its own, other, none)."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -58,7 +58,9 @@ def write(path: Path, **how: Any) -> Path:
     made = made.add_extension(x509.BasicConstraints(how.get("ca", False), None), critical=True)
     made = made.add_extension(x509.KeyUsage(**usage), critical=True)
     made = made.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(by), critical=False)
-    if purposes := [getattr(ExtendedKeyUsageOID, one) for one in how.get("purposes", ["EMAIL_PROTECTION"])]:
+    named = how.get("purposes", ["EMAIL_PROTECTION"])
+    purposes = [getattr(ExtendedKeyUsageOID, one, None) or x509.ObjectIdentifier(one) for one in named]
+    if purposes:
         made = made.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
     above = builder("authority", authority).not_valid_before(now - 99 * DAY).not_valid_after(now + 99 * DAY)
     above = above.add_extension(x509.BasicConstraints(True, None), critical=True)
@@ -112,6 +114,16 @@ def test_serve_refuses_it_at_its_start_and_generate_before_it_draws(tmp_path):
     )
     assert (ran.stdout.split(), ran.stderr.count("\n")) == (["2", "False", "False"], 1), ran.stderr
     assert f"--sign '{path}': the certificate expired on" in ran.stderr
+    replicas = "'--engine', 'ray', '--jobs', 'postgresql+psycopg://nobody@nowhere.invalid/jobs'"
+    for more, certificate, expected in (
+        (replicas, path, f"--sign '{path}': the certificate expired on"),
+        (f"{replicas}, '--host', '0.0.0.0'", write(tmp_path / "fits.pem"), "--host 0.0.0.0"),
+    ):  # the second, of a certificate that fits, is the control: another mistake ends it
+        there = code.replace("'--sign'", f"{more}, '--sign'").replace(str(path), str(certificate))
+        there = there.replace("'fastapi' in", "'ray' in")
+        ran = subprocess.run([sys.executable, "-c", there], capture_output=True, text=True, timeout=120)
+        assert ran.stdout.split()[::2] == ["2", "False"], ran.stderr
+        assert (ran.stderr.count("\n"), expected in ran.stderr) == (1, True), ran.stderr
     for name, refused in (("c.pem", True), ("good.pem", False)):
         write(tmp_path / "good.pem")
         words = ["a cat", "--size", "64", "--steps", "1", "--provenance", "--out", str(tmp_path / name[0])]

@@ -100,8 +100,8 @@ HOLES = """
 import ctypes, sys
 from darkroom.hardware.memory import resident_bytes, return_freed
 KiB, block = 2**10, int(sys.argv[2]) * 2**10
-if sys.argv[1] == "returned":
-    assert return_freed(1024 * KiB)
+if sys.argv[1] != "kept":
+    assert return_freed(1024 * KiB, keep_top=sys.argv[1] == "but for the top")
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
@@ -110,16 +110,17 @@ before = resident_bytes()
 blocks = [libc.malloc(block) for _ in range(200 * 1024 * KiB // block)]
 for one in blocks:
     ctypes.memset(one, 1, block)
-for one in blocks[:-1:2]:  # the last one lives on, as those between
+half = slice(len(blocks) // 2, None) if sys.argv[3:] else slice(0, -1, 2)
+for one in blocks[half]:  # those at the end; or every second, so that the last one lives on
     libc.free(one)
 print((resident_bytes() - before) // 2**20)
 """
 
 
-def held_mib(way: str, block_kib: int, **variables: str) -> int:
-    """Of 200 MiB in such blocks, half of which was freed, each beside one that lives on."""
+def held_mib(way: str, block_kib: int, *at_the_end: str, **variables: str) -> int:
+    """Of 200 MiB in such blocks, half of which was freed: every second one, or those at the end."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    run = [sys.executable, "-c", HOLES, way, str(block_kib)]
+    run = [sys.executable, "-c", HOLES, way, str(block_kib), *at_the_end]
     return int(subprocess.run(run, capture_output=True, text=True, check=True, env=own | variables).stdout)
 
 
@@ -128,6 +129,14 @@ def test_freed_blocks_among_others_are_given_back():
     """The half that was freed is held in holes, unless it is given back."""
     assert 190 <= held_mib("kept", 2048) <= 215
     assert 90 <= held_mib("returned", 2048) <= 115
+    assert 90 <= held_mib("but for the top", 2048) <= 115
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
+def test_what_small_blocks_leave_at_the_end_of_the_heap_may_stay():
+    """The next ones find it there, without being zeroed anew."""
+    assert 90 <= held_mib("returned", 512, "at the end") <= 115
+    assert 190 <= held_mib("but for the top", 512, "at the end") <= 215
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")

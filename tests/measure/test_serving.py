@@ -100,6 +100,9 @@ def test_figures_count_and_goodput_leaves_the_start_out() -> None:
     assert told["latency_p50_s"] == pytest.approx(1.01, abs=0.02)
     assert told["latency_p99_s"] == pytest.approx(1.49, abs=0.011)
     assert told["refusal_p99_s"] == 0.02
+    assert (told["http_5xx"], "http_5xx_statuses" in told) == (0, False)
+    failed = figures(Trial(outcomes, 0.0, 101.5, errors={503: 2, 507: 1}))
+    assert (failed["http_5xx"], failed["http_5xx_statuses"]) == (3, {"503": 2, "507": 1})
     assert Trial(outcomes, 0.0, 101.5).goodput() == pytest.approx(1, rel=0.03)
 
 
@@ -159,6 +162,37 @@ def test_the_plain_server_draws_batches_and_stops_what_is_given_up(small: Path, 
     assert [told[i]["state"] for i in range(5)] == ["done"] * 3 + ["cancelled"] * 2
     assert told[0]["finished_s"] == told[2]["finished_s"], "three of a key in one call"
     assert told[3]["finished_s"] > told[0]["finished_s"]
+
+
+def test_who_gives_up_looks_when_it_should_be_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """33 looks a second at each job to be given up were half of the requests at four times the capacity."""
+    now_s, looks, cancelled_at = [1000.0], list[int](), list[int]()
+
+    class Drawn:
+        """A job that waits for 5 s, then takes 10 steps a second."""
+
+        async def json(self, method: str, path: str) -> tuple[int, dict[str, Any]]:
+            steps = max(0, int((now_s[0] - 1005) * 10))
+            looks.append(steps)
+            drawn = {"state": "running", "place": None, "started_s": 1005.0, "steps_done": steps}
+            waits = {"state": "queued", "place": 30, "started_s": None, "steps_done": 0}
+            return 200, drawn if now_s[0] >= 1005 else waits
+
+        async def ask(self, method: str, path: str) -> None:
+            cancelled_at.append(int((now_s[0] - 1005) * 10))
+
+    async def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+
+    monkeypatch.setattr(serving, "time", SimpleNamespace(time=lambda: now_s[0]))
+    monkeypatch.setattr(serving, "asyncio", SimpleNamespace(sleep=sleep))
+    asyncio.run(serving._give_up(Drawn(), "x", 40))  # type: ignore[arg-type]
+    assert 40 <= cancelled_at[0] <= 41
+    assert len([steps for steps in looks if steps]) <= 10, "it was 120"
+    monkeypatch.setattr(serving, "LOOK_SHARE", 0.0)  # the control: a look every 30 ms
+    now_s[0], before = 1000.0, len(looks)
+    asyncio.run(serving._give_up(Drawn(), "x", 40))  # type: ignore[arg-type]
+    assert len(looks) - before > 100
 
 
 @pytest.mark.nightly

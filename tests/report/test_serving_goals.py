@@ -58,6 +58,13 @@ def test_each_promise_is_held_against_its_figure():
     assert missed(*rows(retry_true=0.8)) == ["Retry-After true, of those who waited it out at 4x"]
 
 
+def test_loads_in_turns_count_together():
+    """The mean of the pictures, the worst of the promises; not what came last alone."""
+    slow, quick = rows(at_four=5.6, retry_true=0.8)[-1], rows(at_four=6.0)[-1]
+    assert missed(*rows()[:-1], slow, quick) == ["Retry-After true, of those who waited it out at 4x"]
+    assert missed(*rows()[:-1], slow, rows(at_four=5.6)[-1])[0] == "goodput at 4x capacity, to that at 1x"
+
+
 def test_who_waits_for_admission_is_looked_at_below_the_capacity_alone():
     """At the capacity itself a queue grows, so that no bound on its waits could be met."""
     at_capacity = [row for row in rows(admission_s=5.0) if row.settings.get("load") != 0.5]

@@ -11,6 +11,7 @@ import torch
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import rescale_noise_cfg
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from darkroom.models.adapters.bank import SLOTS, WEIGHTS
 from darkroom.options import SOLVERS
 from darkroom.sample import denoise
 from darkroom.sample.choice import make_table
@@ -74,8 +75,8 @@ def mixed() -> list[Row]:
     ]
 
 
-def run(rows: list[Row]) -> list[torch.Tensor]:
-    for _ in denoise(CountingUnet(), rows):
+def run(rows: list[Row], unet: Unet | None = None) -> list[torch.Tensor]:
+    for _ in denoise(unet or CountingUnet(), rows):
         pass
     return [one.latents_CHW for one in rows]
 
@@ -94,6 +95,40 @@ def test_a_row_does_not_depend_on_who_shares_the_batch() -> None:
     other = mixed()
     other[3].generator = torch.Generator().manual_seed(99)
     assert far(run(other)[3], alone[3]) > 0.1
+
+
+class AdaptedUnet(CountingUnet):
+    """Rows have adapters too, and which of a call have some is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapted: list[list[int]] = []
+
+    def __call__(
+        self, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        slots = added.get(SLOTS, torch.zeros(len(x), 1))
+        self.adapted.append([i for i, some in enumerate(slots.tolist()) if any(some)])
+        plain = {name: value for name, value in added.items() if name not in (SLOTS, WEIGHTS)}
+        return super().__call__(x, t + 90 * slots.sum(1), text, plain)
+
+
+def test_rows_with_adapters_follow_one_another_in_a_call() -> None:
+    """With those that have some last, also beside rows that are guided in part or composed of several."""
+
+    def rows() -> list[Row]:
+        composed = replace(row(seed=7), further=(told(0.9),), weights=(1.0, 0.5))
+        adapted = [row("euler", seed=seed) for seed in (8, 9)]
+        return [composed, *mixed(), *(replace(one, adapters=((2, 1.0),)) for one in adapted)]
+
+    unet = AdaptedUnet()
+    together = run(rows(), unet)
+    alone = [run([one], AdaptedUnet())[0] for one in rows()]
+    assert max(far(*pair) for pair in zip(together, alone, strict=True)) < 1e-5
+    assert min(far(together[-1], other) for other in together[:-1]) > 1e-2
+    assert unet.adapted[0] == list(range(unet.adapted[0][0], unet.adapted[0][0] + 4))
+    run(rows()[::-1], other := AdaptedUnet())
+    assert other.adapted[0][-1] - other.adapted[0][0] > 3
 
 
 def test_rows_join_and_leave_between_steps() -> None:

@@ -23,6 +23,7 @@ from darkroom.sample import provenance
 from darkroom.sample.pictures import Picture
 from darkroom.sample.provenance import Certificate, Origin, Provenance, verify_picture
 from needs import missing
+from test_certificates import write
 
 PARAMETERS = {"prompt": "a cat", "negative": "", "seed": 3, "steps": 4, "solver": "ddim", "guidance": 7.5}
 PARAMETERS |= {"width": 256, "height": 256, "model": "small", "model_sha256": "ab" * 32, "version": "1"}
@@ -360,6 +361,32 @@ def test_a_stripped_and_recoded_picture_still_has_its_mark(certificate, tmp_path
     jpeg(marks.marked(photo(512), Origin(0xABCDEF01)), 60).save(tmp_path / "a.jpg", quality=60)
     proof = verify_picture(tmp_path / "a.jpg")
     assert (proof.credentials, proof.watermark) == ("none", "abcdef01")
+
+
+@pytest.mark.parametrize("purpose", provenance.MAY_SIGN)
+def test_a_certificate_for_documents_or_for_c2pa_may_sign(purpose, tmp_path):
+    """One for documents, which C2PA allows, could sign; its pictures were then called invalid."""
+    certificate = write(tmp_path / "c.pem", purposes=[purpose])
+    file = saved(Provenance.opened(certificate, tmp_path / "own.pem"), tmp_path / "out")
+    proof = verify_picture(file, trust=certificate)
+    assert (proof.ok, proof.credentials, proof.problems) == (True, "trusted", [])
+    stranger = verify_picture(file)
+    assert (stranger.ok, stranger.credentials) == (True, "valid")
+
+
+def test_a_certificate_for_something_else_may_not(tmp_path, monkeypatch):
+    """The control: a signer who is let sign for a purpose of his own; one of a server is not even let."""
+    own = "1.3.6.1.4.1.99999.1"
+    certificate = write(tmp_path / "c.pem", purposes=[own])
+    signing = {**certificates.SIGNING, "trust": {"trust_config": own}}
+    for module in (certificates, provenance):
+        monkeypatch.setattr(module, "SIGNING", signing)
+    file = saved(Provenance.opened(certificate, tmp_path / "own.pem"), tmp_path / "out")
+    proof = verify_picture(file, trust=certificate)
+    assert (proof.ok, proof.credentials) == (False, "invalid")
+    assert proof.problems == ["credentials: signingCredential.invalid"]
+    with pytest.raises(InputError, match="cannot sign pictures"):
+        Certificate.read(write(tmp_path / "server.pem", purposes=["SERVER_AUTH"]))
 
 
 def test_this_machine_makes_itself_a_certificate_and_trusts_it(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import io
+import math
 import random
 from collections import Counter
 
@@ -111,6 +112,24 @@ def test_the_queue_is_bounded_by_seconds_of_work_and_one_job_may_always_wait(run
     assert error.retry_after_s >= a_job_s, "those on their way have all of their steps before them"
 
 
+def test_a_full_queue_refuses_a_new_name_without_the_database(run_core):
+    """Each refusal waited for the database's thread, which took a good part of its CPU time."""
+    limits, asked = Limits(queue=8, queue_per_key=8), list[str]()
+
+    async def scenario(core):
+        await full(core, limits)
+        find = core.store.find
+        core.store.find = lambda key, job_id: asked.append(job_id) or find(key, job_id)
+        done = (await core.jobs(key="a", state="done"))[0].id
+        with pytest.raises(Refused):
+            await core.check_place("a", "its body", "new")
+        await core.check_place("a", "its body", done)  # it is there, so it is given
+        return done
+
+    done = run_core(scenario, limits=limits, capacity=4)
+    assert asked == [done]
+
+
 @pytest.mark.parametrize("again", ["its body", None])
 def test_who_was_refused_unread_is_told_again_by_the_body(run_core, again):
     """The promise made before the request was parsed is the one that its parsed form takes up."""
@@ -127,7 +146,7 @@ def test_who_was_refused_unread_is_told_again_by_the_body(run_core, again):
         token = logs.NOTES.set(logs.RequestNotes("r", again=again))
         await core.finished((await core.submit(QUICK, key="a")).id, key="a")
         logs.NOTES.reset(token)
-        return [one.digest for one in core._intake._reservations.to_come(0.0)]
+        return [one.digest for one in core._intake._reservations.late(math.inf)]
 
     assert run_core(scenario, limits=limits, capacity=4) == ([] if again else ["its body"])
 

@@ -136,7 +136,7 @@ def test_a_run_that_frees_in_its_forward_pass_gives_freed_blocks_back(
     base: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr("darkroom.train.setup.return_freed", asked.append)
+    monkeypatch.setattr("darkroom.train.setup.return_freed", lambda least, keep_top: asked.append(least))
     lora_job(base, photos, tmp_path / "adapter")
     assert asked == [2**20]
     for told, more in (("false", []), ("true", [2**20])):

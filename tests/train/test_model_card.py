@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,31 @@ def test_a_filter_and_the_version_that_was_trained_on_decide_what_counts(pets: P
     only = data.model_copy(update={"filter": "source = 'cats'"})
     assert licence(only) == "CC-BY-4.0"
     assert "dogs" not in card(only)
+
+
+@pytest.mark.parametrize("column", ["license", "licence", "rights"])
+def test_pictures_that_say_their_own_licence_count_under_it(tmp_path: Path, column: str) -> None:
+    """A licence in the metadata goes before the source's; a column of another name (the control) is none."""
+    folder, store = pictures(tmp_path / "mixed", 5, 5), tmp_path / "b.lance"
+    own = ["CC0-1.0", "CC0-1.0", "/home/ada/LICENSE", "", None]
+    rows = [
+        {"file_name": f"{i}.png", "text": "a picture", **({} if one is None else {column: one})}
+        for i, one in enumerate(own)
+    ]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    imported(folder, store, "--licence", "CC-BY-4.0")
+    imported(pictures(tmp_path / "others", 2, 6), store)
+    text = card(DataSettings(store=str(store)))
+    if column == "rights":
+        assert "| b.lance | mixed | 5 | CC-BY-4.0 |" in text
+        return
+    for count, licence_said in ((2, "CC0-1.0"), (1, "LICENSE"), (2, "CC-BY-4.0")):
+        assert f"| b.lance | mixed | {count} | {licence_said} |" in text
+        assert f"| {licence_said} | {count} |" in text
+    assert "| b.lance | others | 2 | unknown |" in text
+    assert "ada" not in text
+    only = DataSettings(store=str(store), filter=f"{column} = 'CC0-1.0'")
+    assert licence(only) == "CC0-1.0"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import socket
 import threading
@@ -20,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from darkroom.cluster.connect import connected, require_ray
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware.system import STOP_SIGNALS
-from darkroom.serve.settings import ServeSettings
+from darkroom.serve.settings import ServeSettings, check_certificate
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -167,6 +168,8 @@ def run(settings: ServeSettings, replicas: Replicas, address: str | None = None)
             f"--host {settings.host} can be reached from elsewhere",
             mend="give --api-key-file (made with --make-key), or serve on 127.0.0.1",
         )
+    if _is_here(address) or (settings.sign is not None and settings.sign.is_file()):
+        check_certificate(settings)  # before Ray begins; a cluster's own nodes may have what is not here
     port = settings.port or _free_port(settings.host)
     stop = threading.Event()
     with connected(address, num_cpus=_cpus(replicas, address)) as cluster:
@@ -197,11 +200,13 @@ def stop_gently(stop: threading.Event) -> None:
     stop.set()
 
 
+def _is_here(address: str | None) -> bool:
+    """Whether all replicas run on this machine."""
+    return (address or os.environ.get("RAY_ADDRESS") or "local") == "local"
+
+
 def _cpus(replicas: Replicas, address: str | None) -> int | None:
     """A cluster of this machine alone is given as many cores as the replicas want, threads or not."""
-    import math
-    import os
-
     if address not in (None, "local"):
         return None
     return max(os.cpu_count() or 1, math.ceil(replicas.most * replicas.cpus) + 1)

@@ -87,6 +87,7 @@ IDS_PER_DELETE = 1_000
 FIRST_FOLDERS = {"_transactions", "_versions"}
 """What Lance makes before a store's first version."""
 COMPACT_BATCH_ROWS = 64
+LICENCE_COLUMNS, MOST_LICENCE_CHARS = ("license", "licence"), 200
 SOURCE_KEY, LICENCE_KEY = "darkroom.source.", "darkroom.licence."
 DOUBLE_OF = "double_of"
 """The column that names the picture a row is a double of, once doubles were marked."""
@@ -518,6 +519,22 @@ class Store:
             for entry in batch.column("source").value_counts().to_pylist():
                 counts[entry["values"]] += entry["counts"]
         return dict(counts)
+
+    def own_licences(self, filter: str | None = None) -> dict[tuple[str, str], int]:
+        """By source and licence, how many rows say their licence themselves, in a column `license` or
+        `licence` that came with them; none where there is no such column of text."""
+        texts = (pa.string(), pa.large_string())
+        named = [one for one in LICENCE_COLUMNS if one in self.dataset.schema.names]
+        column = next((one for one in named if self.dataset.schema.field(one).type in texts), None)
+        counts: Counter[tuple[str, str]] = Counter()
+        if column is None:
+            return counts
+        for batch in self.scan(["source", column], filter=filter, batch_rows=65_536):
+            found = pa.Table.from_batches([batch]).group_by(["source", column]).aggregate([([], "count_all")])
+            for row in found.to_pylist():
+                if licence := " ".join((row[column] or "").split())[:MOST_LICENCE_CHARS]:
+                    counts[row["source"], licence] += row["count_all"]
+        return counts
 
     def deleted_ids(self) -> set[str]:
         """Ids of rows that were deleted by id, and stay out."""

@@ -18,6 +18,7 @@ from darkroom.hardware import accelerator
 from darkroom.hardware.system import MAPS, SMAPS, peak_resident_bytes, reset_peak_resident
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
+_MOST = 2**31 - 1  # that it takes
 _THRESHOLDS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 _DONTNEED = 4  # of madvise: drop the pages; those of a mapped file stay in it
 _watching: weakref.WeakSet[PeakMemory] = weakref.WeakSet()
@@ -62,12 +63,14 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def return_freed(least_bytes: int) -> bool:
+def return_freed(least_bytes: int, *, keep_top: bool = False) -> bool:
     """Have glibc give freed blocks of so many bytes and more back at once: resident memory follows what is
     alive, where else blocks that are freed among others that live on leave holes.
 
-    Costs some speed: each such block is zeroed anew. It is the process's from then on; where glibc's own
-    variables have smaller blocks given back, they stay. False where there is no glibc.
+    Costs some speed: each such block is zeroed anew. With `keep_top` what small blocks leave free at the end
+    of the heap stays for the next ones: given back and asked for again many times a step it costs more, and
+    saves nothing at the highest point. It is the process's from then on; where glibc's own variables have
+    smaller blocks given back, they stay. False where there is no glibc.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -76,7 +79,10 @@ def return_freed(least_bytes: int) -> bool:
         return True
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
-        return all(library.mallopt(name, least_bytes) for name in (_MMAP_THRESHOLD, _TRIM_THRESHOLD))
+        top_bytes = _MOST if keep_top else least_bytes
+        limits = {_MMAP_THRESHOLD: least_bytes, _TRIM_THRESHOLD: top_bytes}
+        taken = [library.mallopt(name, value) for name, value in limits.items()]  # all are set
+        return all(taken)
     return False
 
 

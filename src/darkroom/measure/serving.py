@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -48,7 +48,7 @@ WAITS_OUT = 5
 """Of the refused, one in so many waits `Retry-After` out and asks again: all would be another load."""
 LONGEST_TRACE = 4000
 WAIT_S, LOOK_S, LOOK_QUEUED_S, GIVE_UP_S = 30.0, 0.03, 0.25, 300.0
-LOOK_PLACES = 8
+LOOK_PLACES, LOOK_SHARE = 8, 0.8
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Trial:
     """Requests a second; None for all at once."""
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
-    errors: int = 0
-    """Answers with 5xx."""
+    errors: Mapping[int, int] = field(default_factory=dict)
+    """Answers with 5xx, by status."""
 
     @property
     def wall_s(self) -> float:
@@ -320,8 +320,8 @@ class _ServingRun:
         return rows
 
 
-def _server_errors(client: Client) -> int:
-    return sum(count for status, count in client.statuses.items() if status >= 500)
+def _server_errors(client: Client) -> Counter[int]:
+    return Counter({status: count for status, count in client.statuses.items() if status >= 500})
 
 
 async def _in_turn(client: Client, left: Iterator[tuple[str, TraceRequest]]) -> list[Outcome]:
@@ -372,16 +372,24 @@ async def _wait_out(client: Client, name: str, refused: Outcome, after_s: float)
 
 
 async def _give_up(client: Client, name: str, step: int) -> None:
-    """Cancel a job once it has taken so many steps; while others are to be drawn before it, look seldom: the
-    looks of many who wait would be load of their own."""
+    """Cancel a job once it has taken so many steps. Look seldom while others are to be drawn before it, and
+    then when it should be there by its speed: the looks would be load of their own."""
     while step:
         _, job = await client.json("GET", f"/jobs/{name}")
         if job.get("state") not in ("queued", "running") or job["steps_done"] >= step:
             break
         before = job["place"] or 0
         queued_s = LOOK_QUEUED_S * (1 + before / LOOK_PLACES)
-        await asyncio.sleep(queued_s if job["state"] == "queued" else LOOK_S)
+        await asyncio.sleep(queued_s if job["state"] == "queued" else _until_step_s(job, step))
     await client.ask("DELETE", f"/jobs/{name}")
+
+
+def _until_step_s(job: dict[str, Any], step: int) -> float:
+    """Most of the time until a job that is drawn has taken so many steps, by those that it took."""
+    if not job["steps_done"] or job["started_s"] is None:
+        return LOOK_S
+    a_step_s = (time.time() - job["started_s"]) / job["steps_done"]
+    return float(max(LOOK_S, LOOK_SHARE * a_step_s * (step - job["steps_done"])))
 
 
 async def _over(client: Client, name: str) -> dict[str, Any] | None:
@@ -426,7 +434,9 @@ def _row(benchmark: str, name: str, trial: Trial, settings: dict[str, Any]) -> M
 def figures(trial: Trial) -> dict[str, Any]:
     """What is said of a trial besides its pictures a second."""
     states = [outcome.state for outcome in trial.outcomes]
-    settings: dict[str, Any] = {"http_5xx": trial.errors}
+    settings: dict[str, Any] = {"http_5xx": sum(trial.errors.values())}
+    if trial.errors:
+        settings["http_5xx_statuses"] = {str(status): count for status, count in trial.errors.items()}
     for state in ("done", "cancelled", "refused", "failed", "lost"):
         settings[state] = states.count(state)
     settings |= _spread("latency", [o.latency_s for o in trial.outcomes])

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from darkroom.errors import InputError, ModelError, is_system_failure
 from darkroom.hardware.system import atomic_replace, remove_tree, write_atomically
 from darkroom.libraries import quiet
+from darkroom.models.card import CARD
 from darkroom.models.checked import (
     FLOATS,
     check_complete,
@@ -484,7 +485,7 @@ def export_model(
     if target.suffix == ".safetensors":
         raise InputError(f"a model to '{to}'", allowed="a folder", mend="or add --single-file")
     save(model, target)
-    card = Path(ref) / "README.md"
+    card = Path(ref) / CARD
     if card.is_file():
         shutil.copyfile(card, target / card.name)
     return target

@@ -4,6 +4,7 @@ thousand.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,6 @@ from darkroom.plan.jobs import (
     TrainJob,
     Where,
     batch_seconds,
-    largest_rows,
     plan_generating,
     plan_preparing,
     plan_training,
@@ -331,9 +331,9 @@ def _class_seconds(settings: Mapping[str, Any], where: Where, software: Software
     base, side = settings["base"], settings["resolution"]
     precision = "bf16" if software.precision == "fp16" else software.precision
     counted = picture_profile(base, side, side, own_guidance(base) > 1, precision, "fused")
-    batch = max(1, min(missing, largest_rows(counted, where), 2**20 // side**2))
+    batch = settings["class_call"]
     each = batch_seconds(counted, where, software, batch=batch, steps=settings["class_steps"])
-    return float(each.total * missing / batch)
+    return float(each.total * math.ceil(missing / batch))
 
 
 def ask_generate(settings: PictureSettings) -> PlanRequest:

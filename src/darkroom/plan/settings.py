@@ -117,7 +117,7 @@ def of_steps(
 
 def of_pictures(task: str, model: ModelSettings, data: DataSettings) -> dict[str, Any]:
     """What a plan needs of a model and of the pictures that it is trained on."""
-    from darkroom.train.data.local_dataset import CLASS_STEPS
+    from darkroom.train.data.local_dataset import CLASS_STEPS, class_call
 
     stores_text = data.text != "inline" and not model.train_text_encoder
     return {
@@ -129,6 +129,7 @@ def of_pictures(task: str, model: ModelSettings, data: DataSettings) -> dict[str
         "class_pictures": data.num_class_images if data.class_prompt else 0,
         "class_images": data.class_images,
         "class_steps": CLASS_STEPS,
+        "class_call": class_call(data.resolution),
         "resolution": data.resolution,
         "encode": data.encode,
         "stores_text": stores_text,  # where latents are stored beforehand

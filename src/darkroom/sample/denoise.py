@@ -220,8 +220,11 @@ class RunningBatch:
         self._clips = used_PK[:, CLIPPED].tolist()
         self._scales = (values_BPK[:, :, SCALE] != 1).any(axis=0).tolist()
         self._draws = [[row.table.draws_S[row.step + p] for row in self.rows] for p in range(ahead)]
+        # Where adapted rows come last, their unguided halves come first: together they are one slice.
+        last = self.rows[-1].adapters and not self.rows[0].adapters
+        order = range(len(self.rows))[:: -1 if last else 1]
         self._guides = [
-            tuple(i for i, row in enumerate(self.rows) if row.guided_at(row.step + p)) for p in range(ahead)
+            tuple(i for i in order if self.rows[i].guided_at(self.rows[i].step + p)) for p in range(ahead)
         ]
         staged = any(row.stages for row in self.rows)
         self._stages = [
@@ -274,7 +277,7 @@ class RunningBatch:
         if self._extra is not None:
             x_in = torch.cat([x_in, self._extra], dim=1)
         if guided:
-            again = x_in if len(guided) == len(self.rows) else x_in[self._guided_index]
+            again = x_in if self._all_guided else x_in[self._guided_index]
             further = [] if self._composed is None else [x_in[self._composed[0]]]
             x_in = torch.cat([x_in, again, *further])
         timesteps = self._unet_timesteps[self._at]
@@ -303,6 +306,7 @@ class RunningBatch:
     def _gather_conditions(self, guided: tuple[int, ...]) -> None:
         """Lay out text and timesteps for the U-Net; they hold until others are guided or a prompt changes."""
         self._guided = guided
+        self._all_guided = guided == tuple(range(len(self.rows)))
         self._guided_index = new_tensor(guided, self.device, torch.int64)
         read = [row.conditions_at(row.step) for row in self.rows]
         conditions = [positive for positive, _, _ in read]
@@ -360,8 +364,7 @@ class RunningBatch:
             return out
         count = len(self.rows)
         positive, negative, further = out.tensor_split([count, count + len(self._guided)])
-        everyone = len(self._guided) == count
-        towards = positive if everyone else positive[self._guided_index]
+        towards = positive if self._all_guided else positive[self._guided_index]
         if self._composed is None:
             mixed = torch.addcmul(negative, self._weight, towards - negative)
         else:
@@ -371,7 +374,7 @@ class RunningBatch:
         if self._rescale is not None:
             ratio = towards.std((1, 2, 3), keepdim=True) / mixed.std((1, 2, 3), keepdim=True)
             mixed = torch.where(self._rescale > 0, mixed * (self._rescale * ratio + 1 - self._rescale), mixed)
-        return mixed if everyone else positive.index_copy(0, self._guided_index, mixed)
+        return mixed if self._all_guided else positive.index_copy(0, self._guided_index, mixed)
 
     def _noise(self, draws: list[bool]) -> torch.Tensor:
         """A fresh draw for the rows whose solver asks for one, each from its own generator."""

@@ -425,8 +425,9 @@ def _read_credentials(proof: PictureProof, content: bytes, kind: str, trust: Pat
     import c2pa
 
     settings: dict[str, Any] = {"verify": {"verify_trust": True, **OFFLINE}}
+    settings["trust"] = {"trust_config": "\n".join(MAY_SIGN)}
     if anchors := _anchors(trust):
-        settings["trust"] = {"user_anchors": anchors}
+        settings["trust"]["user_anchors"] = anchors
     context = c2pa.Context(c2pa.Settings.from_json(json.dumps(settings)))
     try:
         reader = c2pa.Reader.try_create(TYPES[kind], io.BytesIO(content), None, context)
@@ -453,6 +454,14 @@ def _read_credentials(proof: PictureProof, content: bytes, kind: str, trust: Pat
     _read_chain(proof, manifest_store)
 
 
+MAY_SIGN = (
+    "1.3.6.1.5.5.7.3.4",  # id-kp-emailProtection
+    "1.3.6.1.5.5.7.3.36",  # id-kp-documentSigning
+    "1.3.6.1.4.1.62558.2.1",  # c2pa-kp-claimSigning
+    "1.3.6.1.4.1.311.76.59.1.9",  # Microsoft's, for C2PA
+)
+"""Extended key usages of signers. C2PA's library signs for all of these, and without a list reads only the
+first."""
 UNTRUSTED = "signingCredential.untrusted"
 
 

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 FORMATS = ("text", "json")
 OTHERS = ("uvicorn", "asyncio", "py.warnings", "mcp")
 """Further loggers of a server's process, whose warnings are to be lines as ours are."""
+QUOTED = re.compile(r'[\s"=]')
+"""What a field's text has in quotes."""
 LEVELS = ("debug", "info", "warning", "error")
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
 LOG = logging.getLogger("darkroom.serve")
@@ -111,7 +113,8 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
         """The line without its traceback. A message may quote a client: it begins no line of its own."""
-        record.message = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in record.message)
+        if not record.message.isprintable():
+            record.message = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in record.message)
         fields: dict[str, Any] = getattr(record, "fields", {})
         line = super().formatMessage(record)
         return " ".join([line, *(f"{name}={_plain(value)}" for name, value in fields.items())])
@@ -141,7 +144,7 @@ def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return ",".join(f"{name}:{_plain(one)}" for name, one in value.items())
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    plain = text and text.isprintable() and not re.search(r'[\s"=]', text)
+    plain = text and text.isprintable() and not QUOTED.search(text)
     return text if plain else json.dumps(text)  # which also escapes what would steer a terminal
 
 

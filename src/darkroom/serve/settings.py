@@ -6,6 +6,7 @@ The options of `serve` are made from it, so nothing heavy is imported here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -68,6 +69,17 @@ class KeyLimits(BaseModel):
     share: int = Field(1, ge=1, le=100, description="of the work, while others wait: so many times another's")
 
 
+NO_LIMITS = KeyLimits()
+
+
+@lru_cache(maxsize=1024)
+def _filled(own: KeyLimits, rate_per_minute: float, queue: int, pictures_per_day: int | None) -> KeyLimits:
+    """The bounds of one key, the usual ones where it has none. Kept: each refusal asks for them."""
+    usual = {"rate_per_minute": rate_per_minute, "queue": queue, "pictures_per_day": pictures_per_day}
+    missing = {name: value for name, value in usual.items() if getattr(own, name) is None}
+    return own.model_copy(update=missing)
+
+
 class Limits(BaseModel):
     """The bounds of a server. What is over one is refused at once, with the field's name."""
 
@@ -117,14 +129,8 @@ class Limits(BaseModel):
 
     def of_key(self, key: str) -> KeyLimits:
         """The bounds of one key, all of them said."""
-        own = self.keys.get(key, KeyLimits())
-        usual = {
-            "rate_per_minute": self.rate_per_minute,
-            "queue": self.queue_per_key,
-            "pictures_per_day": self.pictures_per_day,
-        }
-        missing = {name: value for name, value in usual.items() if getattr(own, name) is None}
-        return own.model_copy(update=missing)
+        own = self.keys.get(key, NO_LIMITS)
+        return _filled(own, self.rate_per_minute, self.queue_per_key, self.pictures_per_day)
 
     @property
     def shares(self) -> dict[str, int]:
@@ -266,6 +272,12 @@ class ServeSettings(BaseModel):
         return self.limits.model_copy(update={"adapters": min(self.limits.adapters, self.slots)})
 
 
+def check_certificate(settings: ServeSettings) -> None:
+    """InputError for a certificate that cannot sign, where pictures are to be signed with one."""
+    if settings.sign is not None and settings.provenance:
+        Certificate.read(settings.sign)
+
+
 def check_paths(settings: ServeSettings) -> None:
     """InputError for folders that are not there, and a certificate that cannot sign. Imports nothing heavy:
     called before anything that does.
@@ -274,8 +286,7 @@ def check_paths(settings: ServeSettings) -> None:
         folder: Path | None = getattr(settings, name)
         if folder is not None and not folder.is_dir():
             raise InputError(f"--{name} '{folder}' is no folder", mend="make it, or name another")
-    if settings.sign is not None and settings.provenance:
-        Certificate.read(settings.sign)
+    check_certificate(settings)
     if settings.mcp and find_spec("mcp") is None:
         raise MissingExtra("mcp", "mcp")
     for ref in (settings.model, *settings.more_models):

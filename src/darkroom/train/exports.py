@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,17 @@ from darkroom.data.mixing import parts_of
 from darkroom.data.store import Store
 from darkroom.errors import CheckpointError, DarkroomError, InputError, StoreError
 from darkroom.hardware.system import write_atomically
+from darkroom.models.card import (
+    CARD,
+    UNKNOWN,
+    SourceCount,
+    card_head,
+    common_licence,
+    last_name,
+    source_tables,
+    sources_in_header,
+    without_path,
+)
 from darkroom.models.hub import without_token
 from darkroom.models.model import Model
 from darkroom.models.reference import is_hub_id
@@ -52,7 +63,6 @@ if TYPE_CHECKING:
 
 TAGS_KEPT = 5_000
 """Of a data set's tags, the most frequent: readers bound the size of a header."""
-CARD, UNKNOWN = "README.md", "unknown"
 SETTINGS = ("learning_rate", "optimizer", "max_train_steps", "total_batch_size", "resolution", "loss_type")
 """Those that a card lists."""
 
@@ -123,7 +133,9 @@ def _dataset_metadata(data: DataSettings, run: Path, global_batch: int) -> dict[
     """What kohya's tools read of the pictures: how many of each folder, and how often each tag comes."""
     store = open_store(data, run)
     if not has_own_store(data):
-        dirs = {_last(part.path): {"n_repeats": 1, "img_count": part.num_rows} for part in parts_of(store)}
+        dirs = {
+            last_name(part.path): {"n_repeats": 1, "img_count": part.num_rows} for part in parts_of(store)
+        }
         return {"ss_num_train_images": str(store.num_rows), "ss_dataset_dirs": json.dumps(dirs)}
     counts: Counter[str] = Counter()
     repeats: dict[str, int] = {}
@@ -151,10 +163,10 @@ def _rows(data: DataSettings, store: Store) -> Iterable[tuple[str, int, str]]:
         prompt = data.prompts[0] if data.prompts else ""
         if data.sets:
             one = data.sets[row[SET]]
-            yield _last(one.folder), one.repeats, row["caption"] or one.prompt or prompt
+            yield last_name(one.folder), one.repeats, row["caption"] or one.prompt or prompt
         else:
             inner, slash, _ = row["key"].partition("/")
-            folder = inner if slash else _last(data.folder or data.instance or "")
+            folder = inner if slash else last_name(data.folder or data.instance or "")
             times = times_of(row["key"]) if data.repeats == "folders" else 1
             yield folder, times, prompt if data.instance else row["caption"] or prompt
 
@@ -163,20 +175,7 @@ def _tags(caption: str) -> list[str]:
     return [tag for part in caption.split(",") if (tag := part.strip())]
 
 
-def _last(path: str) -> str:
-    return Path(path.rstrip("/")).name
-
-
 # ---- the card
-
-
-class SourceCount(NamedTuple):
-    """Pictures of one source: how many, None where nobody can count them, and their licence."""
-
-    store: str
-    source: str
-    pictures: int | None
-    licence: str
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ class TrainingData:
                 found += sources
                 changed |= not as_then
             except (StoreError, OSError):
-                name = _folders_of(data) if has_own_store(data) else _last(path)
+                name = _folders_of(data) if has_own_store(data) else last_name(path)
                 found.append(SourceCount(name, "not at hand when this was written", rows, UNKNOWN))
         other = class_store_path(run)  # pictures of the class, or those that were not preferred
         with suppress(StoreError, OSError):
@@ -215,33 +214,22 @@ class TrainingData:
     @property
     def licence(self) -> str | None:
         """The licence of all pictures; None where there are several, or one is not known."""
-        names = {one.licence for one in self.sources}
-        return names.pop() if len(names) == 1 and UNKNOWN not in names else None
+        return common_licence(self.sources)
 
     def lines(self) -> list[str]:
         """The card's section."""
-        lines = ["## Training data", "| store | source | pictures | licence |", "| --- | --- | --- | --- |"]
-        lines += [
-            _row(one.store, one.source, UNKNOWN if one.pictures is None else one.pictures, one.licence)
-            for one in self.sources
-        ]
-        lines += ["", "| licence | pictures |", "| --- | --- |"]
-        for licence in sorted({one.licence for one in self.sources}):
-            counts = [one.pictures for one in self.sources if one.licence == licence]
-            counted = sum(count for count in counts if count is not None)
-            lines.append(_row(licence, counted if None not in counts else f"{counted} and more"))
         notes = ["Pictures held out of training are counted too."] if self.held_out else []
         notes += (
             ["A version that was trained on is gone; its store is counted as it was when this was written."]
             if self.changed
             else []
         )
-        return [*lines, *(["", *notes] if notes else [])]
+        return ["## Training data", *source_tables(self.sources), *(["", *notes] if notes else [])]
 
 
 def _counted(path: str, version: int | None, filter: str | None) -> tuple[list[SourceCount], bool]:
-    """A store's sources at a version, with the licences known now, and whether it is there; else the
-    newest is counted.
+    """A store's sources at a version, with the licences of the pictures' own or else those that are known now
+    of the source, and whether that version is there; else the newest is counted.
     """
     newest, as_then = Store.open(path), True
     store, licences = newest, newest.licences()
@@ -250,29 +238,24 @@ def _counted(path: str, version: int | None, filter: str | None) -> tuple[list[S
             store = Store.open(path, version=version)
         except StoreError:
             as_then = False
-    counts = sorted(store.sources(filter).items())
+    counts: Counter[tuple[str, str]] = Counter()
+    counts.update({(source, ""): count for source, count in store.sources(filter).items()})
+    for (source, licence), count in store.own_licences(filter).items():
+        counts[source, ""] -= count
+        counts[source, licence] += count
     rows = [
-        SourceCount(_last(path), _bare(source), count, _bare(licences.get(source, UNKNOWN)))
-        for source, count in counts
+        SourceCount(
+            last_name(path), without_path(source), count, without_path(own or licences.get(source, UNKNOWN))
+        )
+        for (source, own), count in sorted(counts.items())
+        if count
     ]
     return rows, as_then
 
 
-def _bare(text: str) -> str:
-    """A source or licence as a card has it: of an absolute path the last name."""
-    local = text.startswith(("~", "file:")) or PurePosixPath(text).is_absolute()
-    if "://" in text and not local:
-        return text
-    return _last(text.replace("\\", "/")) if local or PureWindowsPath(text).is_absolute() else text
-
-
 def _folders_of(data: DataSettings) -> str:
     folders = [one.folder for one in data.sets] or [data.folder or data.instance or ""]
-    return ", ".join(map(_last, folders))
-
-
-def _row(*cells: object) -> str:
-    return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
+    return ", ".join(map(last_name, folders))
 
 
 # ---- the hub
@@ -334,7 +317,7 @@ def _stage(run: Run, folder: Path, name: str) -> None:
 
 def _base_named(ref: str, known: Mapping[str, str | None]) -> str:
     """What a card says of the base: a hub id as it is, else its family where that is known, or a name."""
-    return ref if is_hub_id(ref) and not Path(ref).exists() else (known.get("family") or _last(ref))
+    return ref if is_hub_id(ref) and not Path(ref).exists() else (known.get("family") or last_name(ref))
 
 
 ADAPTER = "adapter.safetensors"
@@ -377,16 +360,21 @@ class Exporter:
             raise InputError(
                 f"an adapter of a run of the task {recipe.task}", mend="give a folder's name for its model"
             )
-        side = recipe.data.resolution
+        side, data = recipe.data.resolution, self._training_data()
         metadata = about(
             title=name,
             trigger=recipe.trigger,
             base_model=_base_name(recipe.model.base),
+            license=data.licence,
             resolution=f"{side}x{side}",
             **_training_metadata(recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter),
         )
         with suppress(StoreError):  # pictures that are gone have no entry
             metadata |= _dataset_metadata(recipe.data, self.run, recipe.train.global_batch)
+        sources = data.sources
+        if has_own_store(recipe.data):  # of a folder at home, whose name is nobody's business
+            sources = [one._replace(source="the run's own folder") for one in sources]
+        metadata |= sources_in_header(sources)
         start = None
         if recipe.adapter.changes_base:
             start = read_noted_start(self.run)
@@ -427,14 +415,20 @@ class Exporter:
         """Write the card of a folder with what the run made. Without a hub the licence is that of the
         pictures, where they all have the same.
         """
-        noted = Run(self.run).environment if (self.run / ENVIRONMENT).is_file() else {}
-        data = TrainingData.of(self.recipe.data, self.run, noted.get("store") or {})
+        noted, data = self._noted(), self._training_data()
         if not hub:
             license = (data.licence or "other").lower()
         base = _base_named(self.recipe.model.base, noted.get("base") or {})
         files = {path.name for path in folder.iterdir()}
         lines = [*self._head(base, license, files), *self._body(name, base, files), "", *data.lines()]
         write_atomically(folder / CARD, "\n".join(lines) + "\n")
+
+    def _noted(self) -> Mapping[str, Any]:
+        """What the run noted of its surroundings; nothing where it is gone."""
+        return Run(self.run).environment if (self.run / ENVIRONMENT).is_file() else {}
+
+    def _training_data(self) -> TrainingData:
+        return TrainingData.of(self.recipe.data, self.run, self._noted().get("store") or {})
 
     def _head(self, base: str, license: str | None, files: Collection[str]) -> list[str]:
         """A card's YAML, for the hub's search."""
@@ -446,8 +440,7 @@ class Exporter:
         head |= {"instance_prompt": trigger} if trigger else {}
         if "samples.png" in files:
             head["widget"] = [{"text": trigger or "", "output": {"url": "samples.png"}}]
-        lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items()]
-        return ["---", *lines, "---"]
+        return card_head(head)
 
     def _body(self, name: str, base: str, files: Collection[str]) -> list[str]:
         """How it was trained, and how to use it; `files` are those that the card is given away with."""

@@ -221,7 +221,7 @@ def _set_process(train: TrainSettings, device: torch.device, frees_in_forward: b
     """Choose kernels; on a CPU, freed blocks go back to the system in a run whose forward pass frees them."""
     set_kernels(train, device)
     if device.type == "cpu" and frees_in_forward:
-        return_freed(FREED_BYTES)
+        return_freed(FREED_BYTES, keep_top=True)
 
 
 def _begin_with_eva(settings: AdapterSettings | None, step: Step, task: Task, fed: Fed) -> None:

@@ -302,11 +302,37 @@ def test_of_two_rows_the_one_without_adapters_keeps_its_bits(tiny: Model, model:
     told = bank.lay_out([[], [(1, 1.0)]], "cpu")
     with torch.no_grad(), bank.applied("unet", told[SLOTS], told[WEIGHTS]):
         out = model.unet(X[:2], TIMES[:2], encoder_hidden_states=TEXT[:2], return_dict=False)[0]  # type: ignore[misc]
-        assert rows_of(model.unet).adapted.tolist() == [1]  # type: ignore[union-attr]
+        assert rows_of(model.unet).adapted == slice(1, 2)
     with torch.no_grad():
         plain = tiny.unet(X[:2], TIMES[:2], encoder_hidden_states=TEXT[:2], return_dict=False)[0]  # type: ignore[misc]
     assert torch.equal(out[0], plain[0])
     assert (out[1] - plain[1]).abs().max() > APART
+
+
+@pytest.mark.parametrize("places", [(1, 2), (0, 3)])
+def test_no_more_than_the_largest_rank_among_the_rows_is_multiplied(
+    tiny: Model, model: Model, places: tuple[int, int]
+) -> None:
+    """Whether the rows follow one another or not; with too small a rank the picture is another."""
+    small, large = made(tiny, 1, rank=2, where=everywhere), made(tiny, 2, rank=8, where=everywhere)
+    bank = Bank(model, slots=2, max_rank=16)
+    bank.load(1, small)
+    bank.load(2, large)
+    for slots, rank in (((1, 1), 2), ((1, 2), 8)):
+        rows: list[Choice] = [[], [], [], []]
+        for place, slot in zip(places, slots, strict=True):
+            rows[place] = [(slot, 1.0)]
+        laid = bank.lay_out(rows, "cpu")
+        with torch.no_grad(), bank.applied("unet", laid[SLOTS], laid[WEIGHTS]):
+            assert rows_of(model.unet).call.rank == rank
+        out = run_rows(bank, rows)
+        for place, slot in zip(places, slots, strict=True):
+            alone = run(merged(tiny, ({1: small, 2: large}[slot], 1.0)))[place]
+            assert (out[place] - alone).abs().max() < CLOSE
+    for adapters in bank._rows.values():
+        adapters.ranks[2] = 2
+        adapters.forget()
+    assert (run_rows(bank, rows)[places[1]] - out[places[1]]).abs().max() > APART
 
 
 def test_rows_with_adapters_are_rounded_in_bf16_as_in_a_batch_of_their_own(tiny: Model) -> None:

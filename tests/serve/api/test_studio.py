@@ -17,7 +17,7 @@ from serve.conftest import Server
 from serve.nets import steering
 from serve.studio import DONE, expose, reopened, sheet
 
-UP = 38
+TAB, UP = 9, 38
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +223,96 @@ def test_a_picture_is_compared_and_upscaled(page, server):
     made = newest_kept(page)
     assert made.size == (64, 64)
     assert json.loads(made.info["darkroom"])["prompt"] == "compared"
+
+
+ON_TOP = (
+    "(() => { const e = document.querySelector('#toast'), b = e.getBoundingClientRect();"
+    "e.style.pointerEvents = 'auto';"  # else no point hits it
+    "return e.dataset.shown === 'true'"
+    " && document.elementFromPoint(b.x + b.width / 2, b.y + b.height / 2) === e; })()"
+)
+
+
+def test_messages_are_above_an_open_dialog_and_in_it(page, server):
+    """Below a modal dialog they would be covered, and no screen reader would read them out."""
+    expose(page, "on top", steps=2)
+    page.until(DONE)
+    page.click("#sheet li .open")
+    page.js("navigator.clipboard.writeText = () => Promise.resolve()")
+    page.click("#viewer-share")
+    page.until("document.querySelector('#viewer #told')?.textContent === 'The link is in the clipboard.'")
+    page.until(ON_TOP)
+    page.js("document.body.append(document.querySelector('#toast'))")  # the control: where it was before
+    assert not page.js(ON_TOP)
+    page.click("#viewer-start")
+    page.until("document.querySelector('body > #told')?.textContent.includes('starts from this one')")
+    page.until(ON_TOP)
+
+
+def test_a_picture_is_seen_whole_in_a_phone_s_viewer(page, server):
+    expose(page, "whole", steps=2)
+    page.until(DONE)
+    page.look(390, 844, phone=True)
+    page.click("#sheet li .open")
+    bottom = "document.querySelector({!r}).getBoundingClientRect().{}".format
+    page.until(f"{bottom('#viewer-image', 'height')} > 300")
+    assert page.js(f"{bottom('#viewer-image', 'bottom')} <= {bottom('.viewer-side', 'top')} + 1")
+    assert page.js(f"{bottom('#viewer-close', 'bottom')} <= innerHeight")
+    page.js("document.querySelector('#viewer-image').style.height = '200%'")  # the control
+    page.js("document.querySelector('.viewer-picture').style.height = '8rem'")
+    assert not page.js(f"{bottom('#viewer-image', 'bottom')} <= {bottom('.viewer-side', 'top')} + 1")
+
+
+COVERED = (
+    "(() => { const e = document.activeElement, b = e.getBoundingClientRect();"
+    "const there = document.elementFromPoint(b.x + b.width / 2, b.y + b.height / 2);"
+    "return there === e || e.contains(there) || there?.contains(e) && there.matches('label, summary')"
+    " || e.classList.contains('hidden') ? null : e.id || e.textContent; })()"
+)
+
+
+def covered(page: Browser, last: str) -> list[str]:
+    """What Tab brings below something else, from the top of the page to an element."""
+    page.js("document.querySelector('.skip').focus()")
+    found = []
+    for _ in range(100):
+        page.key("Tab", TAB)
+        found.append(page.js(COVERED))
+        if page.js(f"document.activeElement.id === {last!r}"):
+            return [one for one in found if one]
+    raise AssertionError(f"Tab never came to {last}")
+
+
+def test_tab_brings_nothing_below_the_bar_with_generate(page, server):
+    page.look(1280, 700)
+    page.js("document.querySelectorAll('details').forEach(e => { e.open = true; })")
+    assert covered(page, "generate") == []
+    page.js("document.querySelector('.bench').scrollTo(0, 0)")
+    page.js("document.querySelector('.bench').style.scrollPadding = '0'")  # the control
+    assert covered(page, "generate") != []
+
+
+def test_jobs_that_wait_are_small_below_the_one_that_is_drawn(page, server):
+    for name in ("first", "second"):
+        expose(page, name, steps=150, num=8)
+    box = "document.querySelector('.exposure[data-state={}]')?.getBoundingClientRect()".format
+    page.until(f"{box('running')}?.top < {box('queued')}?.top")
+    assert page.js(f"{box('queued')}.height") < page.js(f"{box('running')}.height") / 2
+    page.click("#queue-cancel-all")
+    page.until("document.querySelector('#queue').hidden")
+
+
+def test_cancel_can_be_pressed_again_where_the_server_was_not_reached(page, server):
+    expose(page, "on its way", steps=150, num=8)
+    page.until("document.querySelector('.exposure')?.dataset.state === 'running'")
+    page.js("window.reaches = window.fetch; window.fetch = () => Promise.reject(new TypeError('gone'))")
+    page.click("#queue-cancel")
+    page.until("document.querySelector('#problem').textContent === 'The server cannot be reached.'")
+    page.js("window.fetch = window.reaches")
+    page.until("!document.querySelector('.exposure .soft').disabled")
+    page.click(".exposure .soft")
+    page.until("document.querySelector('#queue').hidden")
+    assert newest(server)["state"] == "cancelled"
 
 
 def test_a_link_has_the_settings(page, server):

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from darkroom.models.adapters.bank import SLOTS
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Condition, Row
+from darkroom.serve.engine import batch
 from darkroom.serve.engine.batch import Bucket
 from darkroom.serve.engine.tickets import EngineJob, Shape, Ticket
 from darkroom.serve.request import PictureRequest
@@ -84,3 +86,40 @@ def test_rows_of_long_steps_take_turns_and_each_ends_as_alone() -> None:
     assert all(map(torch.equal, together, apart))
     assert all(map(torch.equal, together, pairs))
     assert not torch.equal(together[0], together[1])
+
+
+PLAIN, ADAPTED = 6, 2
+
+
+@pytest.mark.parametrize("extra", [0.5, 2.0])
+def test_plain_rows_do_not_wait_for_what_adapters_cost(monkeypatch: pytest.MonkeyPatch, extra: float) -> None:
+    """On a clock that goes by rows, of which those with adapters take more: plain rows are through as
+    soon as if all were plain. Without the charge they wait for all of it."""
+    now_s = [0.0]
+    monkeypatch.setattr(batch.time, "perf_counter", lambda: now_s[0])
+
+    def unet(x: torch.Tensor, t: Any, text: Any, added: dict[str, torch.Tensor]) -> torch.Tensor:
+        adapted = int(added[SLOTS].any(1).sum()) if SLOTS in added else 0
+        now_s[0] += 0.01 * (len(x) + extra * adapted)
+        return halves(x)
+
+    def drawn(*, charges: bool) -> tuple[float, list[torch.Tensor]]:
+        """When the plain rows are through, in steps as long as if all were plain; and all that is drawn."""
+        bucket, began_s = Bucket(charges=charges), now_s[0]
+        rows = [*tickets(PLAIN, steps=60, value=1.0), *tickets(ADAPTED, steps=60, value=2.0)]
+        for i, ticket in enumerate(rows):
+            assert ticket.row is not None
+            ticket.row.adapters = ((1, 1.0),) if i >= PLAIN else ()
+            bucket.add(ticket)
+        while any(not ticket.row.done for ticket in rows[:PLAIN] if ticket.row is not None):
+            bucket.step(unet)
+        through = (now_s[0] - began_s) / (0.01 * len(rows))
+        while bucket.tickets:
+            stepped = bucket.step(unet)
+            assert stepped.rows == ADAPTED  # nobody is left to rest for
+        return through, [ticket.row.latents_CHW for ticket in rows if ticket.row is not None]
+
+    (charged, same), (shared, plain) = drawn(charges=True), drawn(charges=False)
+    assert charged <= 60 * 1.05
+    assert shared == pytest.approx(60 * (1 + extra * ADAPTED / (PLAIN + ADAPTED)))
+    assert all(map(torch.equal, same, plain))

@@ -227,7 +227,8 @@ def test_who_may_still_come_is_found_by_time_as_by_looking_at_all() -> None:
     draw, kept, reservations = random.Random(3), list[Reservation](), Reservations()
     for i in range(600):
         until_s = draw.choice((i / 20 + draw.random() * 8, 12.0))
-        one = Reservation(until_s, draw.choice("ab"), 1, 0.0, draw.choice(("x", "y", "z", None)))
+        num, cost = draw.randrange(1, 5), draw.randrange(3) / 4
+        one = Reservation(until_s, draw.choice("ab"), num, cost, draw.choice(("x", "y", "z", None)))
         kept.append(one)
         reservations.add(one)
         if i % 3 == 0:
@@ -238,11 +239,16 @@ def test_who_may_still_come_is_found_by_time_as_by_looking_at_all() -> None:
         assert len(reservations) == len(kept)
         for found, wanted in (
             (reservations.due(now_s), [one for one in kept if one.is_due(now_s)]),
-            (reservations.to_come(now_s), [one for one in kept if one.until_s > now_s]),
             (reservations.late(now_s), [one for one in kept if one.until_s + LATE_S <= now_s]),
         ):
             assert sorted(map(id, found)) == sorted(map(id, wanted))
             assert [one.until_s for one in found] == sorted(one.until_s for one in wanted)
+        to_come = [one for one in kept if one.until_s > now_s]
+        assert reservations.to_come(now_s) == {
+            key: (len(of), sum(one.num for one in of), sum(one.cost for one in of))
+            for key in "ab"
+            if (of := [one for one in to_come if one.key == key])
+        }
         for key, digest in itertools.product("ab", ("x", None)):
             due = [one for one in kept if (one.key, one.digest) == (key, digest) and one.is_due(now_s)]
             one_due = reservations.due_of(key, digest, now_s)

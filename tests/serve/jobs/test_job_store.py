@@ -11,6 +11,7 @@ import pytest
 import sqlalchemy as sql
 
 from darkroom.errors import InputError
+from darkroom.serve.jobs import store as jobs_store
 from darkroom.serve.jobs.store import ADDED, FORMER_INDICES, INDICES, JOBS, JobStore, Record
 
 
@@ -41,6 +42,33 @@ def test_a_job_is_accepted_once(store):
     assert (again.uid, again.digest) == (one.uid, "d")
     assert store.find(one.key, "x").result() == one
     assert store.find("another", "x").result() is None
+
+
+def test_that_a_name_was_never_given_is_known_without_the_database(url, store, monkeypatch):
+    store.find("k", "x").result()  # what was here before is read by now
+    assert not store.may_have(store.server, "x")
+    store.accept(record(store, "x"))
+    assert store.may_have(store.server, "x"), "though it may not be written yet"
+    assert not store.may_have("another", "x")
+    store.forget([record(store, "x").uid]).result()
+    assert store.may_have(store.server, "x"), "the control: what was taken out is looked up once more"
+    store.accept(record(store, "y")).result()
+    monkeypatch.setattr(jobs_store, "MOST_CALLED", 1)
+    name = f"{store.server}-b"
+    for num in range(3):
+        later = JobStore(url, name)
+        later.find("k", "x").result()
+        assert later.may_have(name, "x") == (num > 0), f"{num} jobs of its own, and those of another server"
+        assert later.may_have(name, "never") == (num > 1), "of more than are held in mind any may be there"
+        later.accept(record(later, "xy"[num % 2])).result()
+        later.close()
+
+
+def test_of_jobs_that_several_servers_accept_any_may_be_there(url):
+    shared = JobStore(url, f"shared-{time.monotonic_ns()}", shared=True)
+    shared.find("k", "x").result()
+    assert shared.may_have("k", "x")
+    shared.close()
 
 
 def test_a_job_that_another_server_accepted_first_counts_once_in_the_days_quota(store, monkeypatch):

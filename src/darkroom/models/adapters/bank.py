@@ -66,6 +66,10 @@ class _Dense(NamedTuple):
     """Of these rows."""
 
 
+Rows = torch.Tensor | slice
+"""Some rows of a call: a slice where they follow one another, so that nothing is copied to add to them."""
+
+
 @dataclass(eq=False, repr=False)
 class _GatheredMatrices:
     """The matrices of one batch's rows by layer, good as long as its slots and weights are."""
@@ -73,7 +77,9 @@ class _GatheredMatrices:
     weights_BK: torch.Tensor
     versions: tuple[int, int]
     weights_Bs1: torch.Tensor
-    rows: torch.Tensor | None = None
+    rank: int
+    """The largest of the adapters that the rows have: no more of the slots is multiplied."""
+    rows: Rows | None = None
     """The rows that have adapters, which alone are multiplied; None is all."""
     dense: Sequence[_Dense] = ()
     matrices: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -87,6 +93,7 @@ class _AdapterCall:
 
     slots_BK: torch.Tensor | None = None
     weights_Bs1: torch.Tensor | None = None
+    rank: int = 0
     kept: _GatheredMatrices | None = None
     dense: Sequence[_Dense] = ()
 
@@ -96,6 +103,7 @@ class _CallOfThread(threading.local):
 
     slots_BK: torch.Tensor | None = None
     weights_Bs1: torch.Tensor | None = None
+    rank: int = 0
     kept: _GatheredMatrices | None = None
     dense: Sequence[_Dense] = ()
 
@@ -115,6 +123,8 @@ class RowAdapters:
         self.max_rank = max_rank
         self.width = 0
         """Adapters a row that a call is padded to, so that its shape stays the same; 0 is as they come."""
+        self.ranks: dict[int, int] = {}
+        """By slot, the largest rank of what it holds."""
         self.dense: set[int] = set()
         """The slots that hold differences as large as layers."""
         self.layout = next(_LAYOUTS)
@@ -135,11 +145,12 @@ class RowAdapters:
         call = self.call
         if slots_BK is not None and weights_BK is not None:
             call.kept = self._kept_for(slots_BK, weights_BK)
-            if call.kept is not None and call.kept.rows is not None and not len(call.kept.rows):
+            if call.kept is not None and call.kept.rank == 0:
                 call.kept = slots_BK = None  # of a batch's parts, one without adapters
         if slots_BK is not None and weights_BK is not None:
             missing = (0, max(0, self.width - slots_BK.shape[1]))
             call.slots_BK = nn.functional.pad(slots_BK, missing) if missing[1] else slots_BK
+            call.rank = call.kept.rank if call.kept else self.max_rank
             call.weights_Bs1 = call.kept.weights_Bs1 if call.kept else self._repeated(weights_BK, missing)
             call.dense = call.kept.dense if call.kept else self._dense_rows(slots_BK, weights_BK)
         try:
@@ -169,19 +180,26 @@ class RowAdapters:
                     found.append(_Dense(slot, index, weights_BK[index, k]))
         return found
 
-    def _adapted_rows(self, slots_BK: torch.Tensor) -> torch.Tensor | None:
-        """The rows that have an adapter; None where all count as such: they do, or only the card knows."""
+    def _adapted_rows(self, slots_BK: torch.Tensor) -> tuple[Rows | None, int]:
+        """The rows that have an adapter, and the largest rank of these; None where all count as such: they
+        do, or only the card knows."""
         table = getattr(slots_BK, HOST, None)
-        if self.whole_calls or len(slots_BK) == 1 or (table is None and slots_BK.device.type != "cpu"):
-            return None
-        places = [i for i, row in enumerate(slots_BK.tolist() if table is None else table) if any(row)]
-        if len(places) == len(slots_BK):
-            return None
-        return accelerator.new_tensor(places, slots_BK.device, torch.int64)
+        if self.whole_calls or (table is None and slots_BK.device.type != "cpu"):
+            return None, self.max_rank
+        table = slots_BK.tolist() if table is None else table
+        rank = max(self.ranks.get(slot, self.max_rank) if slot else 0 for row in table for slot in row)
+        places = [i for i, row in enumerate(table) if any(row)]
+        if not places or len(places) == len(table):
+            return None, rank
+        if places[-1] - places[0] == len(places) - 1:
+            return slice(places[0], places[-1] + 1), rank
+        return accelerator.new_tensor(places, slots_BK.device, torch.int64), rank
 
-    def _repeated(self, weights_BK: torch.Tensor, missing: tuple[int, int] = (0, 0)) -> torch.Tensor:
+    def _repeated(
+        self, weights_BK: torch.Tensor, missing: tuple[int, int] = (0, 0), rank: int | None = None
+    ) -> torch.Tensor:
         weights = nn.functional.pad(weights_BK, missing) if missing[1] else weights_BK
-        return weights.repeat_interleave(self.max_rank, 1)[:, :, None]
+        return weights.repeat_interleave(self.max_rank if rank is None else rank, 1)[:, :, None]
 
     def _kept_for(self, slots_BK: torch.Tensor, weights_BK: torch.Tensor) -> _GatheredMatrices | None:
         """What is kept for these very tensors; None where nothing can be: code that is compiled, captured or
@@ -193,8 +211,9 @@ class RowAdapters:
             kept: _GatheredMatrices | None = self._kept.get(slots_BK)
             if kept is None or kept.weights_BK is not weights_BK or kept.versions != versions:
                 dense = self._dense_rows(slots_BK, weights_BK)
-                rows, weights_Bs1 = self._adapted_rows(slots_BK), self._repeated(weights_BK)
-                kept = _GatheredMatrices(weights_BK, versions, weights_Bs1, rows, dense)
+                rows, rank = self._adapted_rows(slots_BK)
+                weights_Bs1 = self._repeated(weights_BK, rank=rank)
+                kept = _GatheredMatrices(weights_BK, versions, weights_Bs1, rank, rows, dense)
                 self._kept[slots_BK] = kept
         return kept
 
@@ -204,7 +223,7 @@ class RowAdapters:
             self._kept = WeakIdKeyDictionary()
 
     @property
-    def adapted(self) -> torch.Tensor | None:
+    def adapted(self) -> Rows | None:
         """The rows of this call that `matrices` are of; None is all."""
         kept = None if torch.compiler.is_compiling() else self.call.kept
         return None if kept is None else kept.rows
@@ -220,8 +239,8 @@ class RowAdapters:
         slots_BK, weights_Bs1 = call.slots_BK, call.weights_Bs1
         if (rows := self.adapted) is not None:
             slots_BK, weights_Bs1 = slots_BK[rows], weights_Bs1[rows]
-        down_BsI = down_NrI[slots_BK].flatten(1, 2)
-        up_BsO = up_NrO[slots_BK].flatten(1, 2)
+        down_BsI = down_NrI[:, : call.rank][slots_BK].flatten(1, 2)
+        up_BsO = up_NrO[:, : call.rank][slots_BK].flatten(1, 2)
         up_BsO = up_BsO * weights_Bs1.to(up_BsO.dtype)
         if kept is not None:
             self._keep(kept, down_NrI, down_BsI, up_BsO)
@@ -276,7 +295,7 @@ class Banked:
             raise ValueError(f"{x.shape[0]} rows, and adapters for {slots_BK.shape[0]}")
         if self.bank_gain is not None:
             assert call.weights_Bs1 is not None
-            weights_BK1 = call.weights_Bs1[:, :: self.bank_rows.max_rank]
+            weights_BK1 = call.weights_Bs1[:, :: call.rank]
             out = _gained(self, out, (self.bank_gain[slots_BK] * weights_BK1.to(out.dtype)).sum(1))
         if self.bank_down is not None:
             out = self._low_rank(x, out, slots_BK)
@@ -348,14 +367,23 @@ def _add_to_rows(
     out: torch.Tensor,
     down_BsI: torch.Tensor,
     up_BsO: torch.Tensor,
-    rows: torch.Tensor,
+    rows: Rows,
 ) -> torch.Tensor:
     """An output with the products of the rows that have adapters added to these alone, rounded as often as in
     a batch of nothing else."""
-    mine = _add(layer, x[rows], out[rows], down_BsI, up_BsO)
-    if torch.is_grad_enabled():
-        return out.index_copy(0, rows, mine)
-    return out.index_copy_(0, rows, mine)  # the layer's own output: nobody else has it
+    mine = out[rows]
+    if isinstance(rows, slice) and not torch.is_grad_enabled():  # the layer's own output: nobody else has it
+        if isinstance(layer, nn.Conv2d):
+            mine.add_(_conv_product(layer, x[rows], down_BsI, up_BsO).reshape(mine.shape))
+        elif mine.is_contiguous():
+            _add(layer, x[rows], mine, down_BsI, up_BsO)
+        else:
+            mine.copy_(_add(layer, x[rows], mine, down_BsI, up_BsO))
+        return out
+    mine = _add(layer, x[rows], mine, down_BsI, up_BsO)
+    if isinstance(rows, slice):
+        rows = torch.arange(rows.start, rows.stop, device=out.device)
+    return out.index_copy(0, rows, mine) if torch.is_grad_enabled() else out.index_copy_(0, rows, mine)
 
 
 def _conv_product(
@@ -508,6 +536,9 @@ class Bank:
             for path, change in staged.changes.items():
                 self._put(self._held[path], slot, change)
         self._names[slot] = staged.name
+        ranks = [change.low_rank[0].shape[0] for change in staged.changes.values() if change.low_rank]
+        for rows in self._rows.values():
+            rows.ranks[slot] = max(ranks, default=1)
         if staged.dense_bytes:
             for rows in self._rows.values():
                 rows.dense.add(slot)

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from darkroom.errors import InputError, ModelError
+from darkroom.hardware.system import write_atomically
 from darkroom.models.adapters.adapter import Adapter
 from darkroom.models.adapters.files import PEFT_CONFIG, PEFT_WEIGHTS, read_header, shown
 from darkroom.models.adapters.keys import split_key
 from darkroom.models.adapters.read import fit, merge_all, read_adapter, write_adapter
+from darkroom.models.card import CARD, merged_card
 from darkroom.models.families import create
 from darkroom.models.folder import load, save
 
@@ -94,7 +96,8 @@ def export_merged(
 ) -> Path:
     """A model with adapters merged into its weights, as a folder; merged in float32, then cast to `dtype`.
 
-    `how` is what `load` takes besides: variant, revision. A folder that is there stays.
+    `how` is what `load` takes besides: variant, revision. A folder that is there stays. Its card (README.md)
+    has the sources and licences of the adapters and of the model.
     """
     target = Path(to)
     if target.exists():
@@ -104,4 +107,5 @@ def export_merged(
     opened = load(model, **how)
     merge_all(opened, adapters)
     save(opened.to(dtype=dtype), target)
+    write_atomically(target / CARD, merged_card(target.resolve().name, model, adapters))
     return target

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ class Guard:
         token = logs.NOTES.set(notes)
         self._under_way += 1
         try:
-            await self._answer(scope, receive, self._noting(scope, send, sent))
+            await self._answer(scope, headers, receive, self._noting(scope, send, sent))
         finally:
             self._under_way -= 1
             logs.NOTES.reset(token)
@@ -163,11 +164,12 @@ class Guard:
             fields["trace_id"] = trace_id(notes.trace)
         logs.event("request", logging.DEBUG if quiet else logging.INFO, **fields)
 
-    async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, scope: MutableMapping[str, Any], headers: dict[str, str], receive: Receive, send: Send
+    ) -> None:
         with self._bodies.place() as body, ExitStack() as held:
             is_read = False
             try:
-                headers = _headers(scope)
                 caller = self._caller(scope, headers)
                 if self._under_way > self.limits.requests and not self._is_open(scope):
                     raise Refused(503, "busy", "too many requests are under way", retry_after_s=AGAIN_S)
@@ -350,6 +352,7 @@ def _host_name(host: str) -> str:
     return host.partition(":")[0].lower()
 
 
+@lru_cache(maxsize=1024)
 def is_public(host: str) -> bool:
     """Whether a server on this address can be reached from other machines."""
     if host == "localhost":

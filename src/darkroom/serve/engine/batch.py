@@ -58,17 +58,68 @@ def bucket_of(row: sample.Row) -> Hashable:
 
 LONG_STEP_S = 4.0
 """No more rows share a step than take so long: what is so slow gains little by it, and other sizes wait."""
+RESTS = 4
+"""Steps in a row that rows with nets or adapters sit out: whenever the rows change, they are packed anew."""
+WEIGHT = 0.2
+"""Of the latest step in what an evaluation without nets and adapters takes."""
+
+
+class Toll:
+    """Has rows with nets or adapters sit out as many steps as make up for what these cost the plain rows.
+
+    A step takes longer for everyone by what nets and adapters of some compute. On a CPU, where a step takes
+    less time with fewer rows, those rows pay for it: plain ones get on as if all were plain. How long an
+    evaluation takes is measured in the steps without them.
+    """
+
+    def __init__(self) -> None:
+        self._evaluation_s: float | None = None
+        self._owed_s = 0.0
+        self._resting = False
+
+    def stepped(self, tickets: list[Ticket]) -> list[Ticket]:
+        """Those of the rows that take the next step: all of them, or the plain ones."""
+        plain = [ticket for ticket in tickets if not _has_more(ticket)]
+        if not plain or len(plain) == len(tickets):
+            self._owed_s, self._resting = 0.0, False
+            return tickets
+        if self._evaluation_s is None:
+            return plain
+        spared_s = self._evaluation_s * _evaluations(set(tickets).difference(plain))
+        # They pay in advance: plain rows may be through at any step.
+        self._resting = self._owed_s > (-(RESTS - 1) * spared_s if self._resting else 0.0)
+        return plain if self._resting else tickets
+
+    def note(self, tickets: list[Ticket], now: list[Ticket], wall_s: float) -> None:
+        """Of all these rows some took a step, together in so many seconds."""
+        each_s = wall_s / _evaluations(now)
+        last_s = self._evaluation_s
+        if not any(map(_has_more, now)):
+            self._evaluation_s = each_s if last_s is None else (1 - WEIGHT) * last_s + WEIGHT * each_s
+            if self._resting:
+                self._owed_s -= self._evaluation_s * _evaluations(set(tickets).difference(now))
+        elif last_s is not None and len(tickets) == len(now):
+            self._owed_s += wall_s - last_s * _evaluations(now)
+
+
+def _has_more(ticket: Ticket) -> bool:
+    return ticket.row is not None and bool(ticket.row.adapters or ticket.row.controls)
+
+
+def _evaluations(tickets: Iterable[Ticket]) -> int:
+    return sum(ticket.shape.evaluations for ticket in tickets)
 
 
 class Bucket:
     """The rows of one size on their way."""
 
-    def __init__(self, had_s: float = 0.0, evaluation_s: float = 0.0) -> None:
+    def __init__(self, had_s: float = 0.0, evaluation_s: float = 0.0, *, charges: bool = False) -> None:
         self.evaluation_s = evaluation_s
         """Of the U-Net for a row, by the latest step; before the first an estimate."""
         self.had_s = had_s
         """Seconds of steps that a row has had, from those of the size that had least when this one came. Who
         had least is next, so that a large size takes no more of the device than a small one."""
+        self._toll = Toll() if charges else None
         self.tickets: list[Ticket] = []
         self._batch: sample.RunningBatch | None = None
         self._packed: list[Ticket] = []
@@ -101,14 +152,16 @@ class Bucket:
         self._batch, self._packed = None, []
 
     def _next(self) -> list[Ticket]:
-        """The tickets whose rows take the next step."""
+        """The tickets whose rows take the next step; those with adapters last (`RunningBatch`)."""
         now = list(self.tickets)
+        if self._toll is not None:
+            now = self._toll.stepped(now)
         costs_s = itertools.accumulate(ticket.shape.row_cost * self.evaluation_s for ticket in now)
         fits = max(1, sum(cost_s <= LONG_STEP_S for cost_s in costs_s))
         if fits < len(now):  # those left out are first next time
             now = now[:fits]
             self.tickets = [*(ticket for ticket in self.tickets if ticket not in now), *now]
-        return now
+        return sorted(now, key=lambda ticket: ticket.row is not None and bool(ticket.row.adapters))
 
     def step(self, unet: Unet, pace: Callable[[], None] = lambda: None) -> Stepped:
         """One step of the rows whose turn it is; `pace` waits for what is to be counted as its time. A
@@ -132,6 +185,8 @@ class Bucket:
         if failed:  # here, where the error no longer holds the step's tensors
             self._apart(unet, now, stepped)
         stepped.wall_s = time.perf_counter() - start
+        if self._toll is not None and not failed:
+            self._toll.note(self.tickets, now, stepped.wall_s)
         cost_s = stepped.wall_s / stepped.evaluations
         self.meter_s += cost_s
         self.evaluation_s = cost_s

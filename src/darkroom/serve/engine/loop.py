@@ -126,6 +126,7 @@ class Engine:
         self._forecast: tuple[float, list[Admission]] = (0.0, [])
         self._prune, self._stopping, self._called = False, False, False
         self._alone = accelerator.alone(backend.device)
+        self._charges = backend.device.type == "cpu"
         self._thread = threading.Thread(target=self._run, name="darkroom-engine", daemon=True)
 
     # ---- from other threads
@@ -414,7 +415,7 @@ class Engine:
                 if key not in self._buckets:
                     least_s = min(map(self._had_s, self._buckets), default=0.0)
                     estimate_s = self.seconds_for(float(ticket.shape.pixels)) or 0.0
-                    self._buckets = {key: Bucket(least_s, estimate_s), **self._buckets}
+                    self._buckets = {key: Bucket(least_s, estimate_s, charges=self._charges), **self._buckets}
                 self._buckets[key].add(ticket)
         with self._condition:
             self._arrived = early + self._arrived

@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from bisect import bisect_left, bisect_right, insort_right
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
@@ -157,12 +157,32 @@ class Reservation(NamedTuple):
         return now_s - LATE_S <= self.until_s <= now_s + EARLY_S
 
 
+class Promised(NamedTuple):
+    """Of one key: requests, their pictures, and the work of those that `check_work` refused."""
+
+    requests: int = 0
+    pictures: int = 0
+    cost: float = 0.0
+
+
+def _add(of_key: dict[str, Promised], one: Reservation) -> None:
+    there = of_key.get(one.key, Promised())
+    of_key[one.key] = Promised(there.requests + 1, there.pictures + one.num, there.cost + one.cost)
+
+
+def _take_away(of_key: dict[str, Promised], one: Reservation) -> None:
+    there = of_key.pop(one.key)
+    if there.requests > 1:
+        of_key[one.key] = Promised(there.requests - 1, there.pictures - one.num, there.cost - one.cost)
+
+
 class Reservations:
     """Those who may still come, by time: each refusal asks several times who is due, and looks at few."""
 
     def __init__(self) -> None:
         self._by_time: list[Reservation] = []
         self._by_request: dict[tuple[str, str | None], list[Reservation]] = {}
+        self._of_key: dict[str, Promised] = {}
 
     def __len__(self) -> int:
         return len(self._by_time)
@@ -171,6 +191,7 @@ class Reservations:
         """Keep it in mind."""
         insort_right(self._by_time, one, key=_until_s)
         self._by_request.setdefault((one.key, one.digest), []).append(one)
+        _add(self._of_key, one)
 
     def remove(self, one: Reservation) -> None:
         """Forget it."""
@@ -182,6 +203,7 @@ class Reservations:
         del same[next(i for i, other in enumerate(same) if other is one)]
         if not same:
             del self._by_request[one.key, one.digest]
+        _take_away(self._of_key, one)
 
     def due_of(self, key: str, digest: str | None, now_s: float) -> Reservation | None:
         """The one of a request whose time has come."""
@@ -192,9 +214,12 @@ class Reservations:
         first = bisect_left(self._by_time, now_s - LATE_S, key=_until_s)
         return self._by_time[first : bisect_right(self._by_time, now_s + EARLY_S, key=_until_s)]
 
-    def to_come(self, now_s: float) -> list[Reservation]:
-        """All whose time is later."""
-        return self._by_time[bisect_right(self._by_time, now_s, key=_until_s) :]
+    def to_come(self, now_s: float) -> dict[str, Promised]:
+        """What is promised to those whose time is later, by key."""
+        found = dict(self._of_key)
+        for one in self._by_time[: bisect_right(self._by_time, now_s, key=_until_s)]:  # the fewest
+            _take_away(found, one)
+        return found
 
     def late(self, now_s: float) -> list[Reservation]:
         """All whose time is over."""
@@ -202,7 +227,7 @@ class Reservations:
 
     def first_of_most(self) -> Reservation:
         """Of the key that has the most, the one whose time comes first."""
-        [(most, _)] = Counter(one.key for one in self._by_time).most_common(1)
+        most = max(self._of_key, key=lambda key: self._of_key[key].requests)
         return next(one for one in self._by_time if one.key == most)
 
 
@@ -375,20 +400,16 @@ class Intake:
         while len(self._return_shares) > MOST_KEYS:
             del self._return_shares[next(iter(self._return_shares))]
 
-    def _promised(self, amount: Callable[[Reservation], float], key: str | None) -> float:
+    def _promised(self, amount: Callable[[Promised], float], key: str | None) -> float:
         """What is promised to those still to come, by the share of each key's that came of late.
 
         Of each key at most `PROMISED` of its queues: who asks in vain for ever delays others by no more.
         """
         self._forget()
-        pictures, amounts = Counter[str](), defaultdict[str, float](float)
-        for one in self._reservations.to_come(time.monotonic()):
-            if key is None or one.key == key:
-                pictures[one.key] += one.num
-                amounts[one.key] += amount(one)
         return sum(
-            amounts[of] * min(self._return_shares.get(of, 1.0), PROMISED * self._queue_of(of) / num)
-            for of, num in pictures.items()
+            amount(one) * min(self._return_shares.get(of, 1.0), PROMISED * self._queue_of(of) / one.pictures)
+            for of, one in self._reservations.to_come(time.monotonic()).items()
+            if key is None or of == key
         )
 
     def _held(self, pool: ModelPool, key: str | None) -> int:
@@ -414,7 +435,7 @@ class Intake:
         times = [one.after_s for one in pool.admissions() if key is None or one.key == key]
         if not times:
             return UNMEASURED_S
-        num += math.ceil(self._promised(lambda one: one.num, key))
+        num += math.ceil(self._promised(lambda one: one.pictures, key))
         beyond = max(0, num - len(times))  # who was promised a place will wait as well
         return times[min(num, len(times)) - 1] + beyond * times[-1] / len(times)
 

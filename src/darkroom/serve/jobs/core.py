@@ -282,11 +282,14 @@ class Core:
         A job that is there is given all the same, and what else is wrong is found once there are places.
         `again` tells the request when it comes again.
         """
-        backlog = self._backlog()
-        if self.trouble() is not None or self._intake.has_place(self.pool, key, 1, backlog, again):
+        if self.trouble() is not None:
             return
-        if job_id is None or await self._there(key, job_id) is None:
-            self._intake.check_room(self.pool, key, 1, self._backlog(), again)
+        if job_id is not None and self.store.may_have(key, job_id):  # to look takes longer than to refuse
+            if self._intake.has_place(self.pool, key, 1, self._backlog(), again):
+                return
+            if await self._there(key, job_id) is not None:
+                return
+        self._intake.check_room(self.pool, key, 1, self._backlog(), again)
 
     def _backlog(self) -> Backlog | None:
         """What waits for any server."""

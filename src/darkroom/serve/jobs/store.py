@@ -97,6 +97,10 @@ CALLED = sql.select(JOBS).where(
 """The one job that a key of a server calls so. Made once: to make it takes longer than to look."""
 
 
+MOST_CALLED = 200_000
+"""Jobs whose names are held in memory, some 100 bytes each; of more the database is asked."""
+
+
 class StorageError(DarkroomError):
     """The database or the disk does not take what must be kept."""
 
@@ -156,8 +160,12 @@ class JobStore:
         self._lock_connection = None if shared else _lock(self._engine, server)
         _create_tables(self._engine, [*METADATA.tables.values()] if shared else [JOBS, USAGE])
         self._erases = False  # in the transaction at hand
+        self._called: set[int] | None = None if shared else set()
+        self._called_is_read = False
         self._thread = threading.Thread(target=self._run, name="darkroom-store", daemon=True)
         self._thread.start()
+        if not shared:
+            self.do(self._read_called)
 
     def close(self) -> None:
         """Finish what is waiting and close the database."""
@@ -175,6 +183,10 @@ class JobStore:
         OverQuota where the key would have more than `per_day` pictures on this day.
         """
 
+        if self._called is not None:
+            self._called.add(hash((record.key, record.id)))
+            if len(self._called) > MOST_CALLED:
+                self._called = None
         return self.do(lambda connection: self.keep(connection, record, per_day))
 
     def keep(self, connection: sql.Connection, record: Record, per_day: int | None = None) -> Record:
@@ -194,6 +206,23 @@ class JobStore:
             _use(connection, record.key, -record.num, record.created_s, None)
             return there
         return record
+
+    def may_have(self, key: str, job_id: str) -> bool:
+        """False where a key has surely no job of that id; said without the database, from the thread that
+        accepts jobs."""
+        called = self._called
+        return called is None or not self._called_is_read or hash((key, job_id)) in called
+
+    def _read_called(self, connection: sql.Connection) -> None:
+        """Note what the jobs are called that were here before."""
+        mine = sql.select(JOBS.c.key, JOBS.c.id).where(JOBS.c.server == self.server).limit(MOST_CALLED + 1)
+        there = {hash((key, job_id)) for key, job_id in connection.execute(mine)}
+        called = self._called
+        if called is None or len(there) > MOST_CALLED:
+            self._called = None
+            return
+        called |= there
+        self._called_is_read = True
 
     def find(self, key: str, job_id: str) -> Future[Record | None]:
         """A job of a key."""

@@ -38,7 +38,7 @@ class OnEasel {
     this.card = make("article", { className: "exposure", tabIndex: -1 }, frames, this.meter,
       make("div", { className: "exposure-line" }, this.line, this.stop));
     this.card.setAttribute("aria-label", prompt || "Picture being made");
-    this.card.dataset.job = id;
+    Object.assign(this.card.dataset, { job: id, state: this.state });
   }
 
   frame(ratio) {
@@ -88,7 +88,10 @@ class OnEasel {
   async cancel() {
     this.stop.disabled = true;
     this.say("Cancelling");
-    await ask(`/jobs/${this.id}`, { method: "DELETE" }).catch(tellProblem);
+    await ask(`/jobs/${this.id}`, { method: "DELETE" }).catch((error) => {
+      this.stop.disabled = false;
+      tellProblem(error);
+    });
   }
 
   /** Its pictures are there: the last job's stay on the easel until the next one comes. */

@@ -120,9 +120,21 @@ export function askForKey(why) {
 
 let toastEnds;
 
+/** What tells something, in the open dialog or in the page: what a modal dialog covers is neither seen nor read out. */
+function moveTold() {
+  const place = document.querySelector("dialog[open]") ?? document.body;
+  if ($("told").parentElement === place) return false;
+  place.append($("told"), $("toast"));
+  return true;
+}
+document.addEventListener("close", moveTold, true);
+
 /** Tells something to the eye and to the screen reader. */
 export function say(text, { quietly = false } = {}) {
-  $("told").textContent = text;
+  if (moveTold()) { // a region that is new here is read out once it changes
+    $("told").textContent = "";
+    setTimeout(() => { $("told").textContent = text; }, 100);
+  } else $("told").textContent = text;
   if (quietly) return;
   $("toast").textContent = text;
   $("toast").dataset.shown = "true";

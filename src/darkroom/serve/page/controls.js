@@ -61,8 +61,8 @@ export class Controls {
     mode.value = unit.mode;
     mode.onchange = () => { unit.mode = mode.value; this.onChange(); };
     const item = make("li", {}, make("div", { className: "control-head" }, make("strong", { className: "clip" }, unit.net), gone), box,
-      make("label", { htmlFor: map.id, className: "small" }, "Made of it"), map,
-      make("label", { htmlFor: mode.id, className: "small" }, "What counts more"), mode, ...SLIDES.map((slide) => this.slide(unit, i, ...slide)));
+      make("label", { htmlFor: map.id, className: "small" }, "Preprocessor"), map,
+      make("label", { htmlFor: mode.id, className: "small" }, "Balance"), mode, ...SLIDES.map((slide) => this.slide(unit, i, ...slide)));
     item.setAttribute("aria-label", unit.net);
     return item;
   }

@@ -46,7 +46,8 @@ export class Form {
       Object.assign($(id), { min: model.size_step, max: limits.side_pixels, step: model.size_step });
       $(id).value = model[id];
     }
-    $("shapes").replaceChildren(...SHAPES.map((shape) => this.shapeButton(...shape)));
+    const shapes = SHAPES.map((shape) => this.shapeButton(...shape));
+    $("shapes").replaceChildren(...shapes.filter((one, i) => shapes.findIndex(({ size }) => size === one.size) === i));
     this.listAdapters(model.adapters);
     this.controls.allow(model);
     this.listModels(model);
@@ -182,8 +183,10 @@ export class Form {
     this.start = await encoded(blob, found);
     this.also.without("hires");
     this.painter.set(found.canvas);
+    const chosen = document.activeElement === $("start-file");
     this.putSize(this.sized(found.canvas.width / found.canvas.height));
     this.showStart();
+    if (chosen) $("mask-open").focus();
     this.keep();
     say("The next picture starts from this one.");
   }
@@ -211,7 +214,7 @@ export class Form {
       dialog.showModal();
     };
     $("extend-cancel").onclick = () => dialog.close();
-    $("extend-form").addEventListener("submit", (event) => { event.preventDefault(); this.extend(sides()); dialog.close(); });
+    $("extend-form").addEventListener("submit", (event) => { event.preventDefault(); dialog.close(); this.extend(sides()); });
   }
 
   /** A size in the model's steps, no more than the server allows, of a canvas's shape. */
@@ -240,6 +243,7 @@ export class Form {
     this.start = null;
     $("start-file").value = "";
     this.showStart();
+    $("start-file").focus();
   }
 
   showStart() {

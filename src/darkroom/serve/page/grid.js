@@ -82,11 +82,14 @@ export class Grid {
 /** The table of a grid, with an empty place for each picture. */
 export function tableOf(cells, { x, y, title }) {
   const places = cells.map(() => make("td", {}));
-  const head = make("tr", {}, make("td", {}), ...x.values.map((value) => make("th", { scope: "col" }, value)));
+  const head = make("tr", {}, make("td", { className: "grid-axes" }, axesOf(x, y)), ...x.values.map((value) => make("th", { scope: "col" }, value)));
   const rows = y.values.map((value, j) => make("tr", {}, make("th", { scope: "row" }, value), ...places.slice(j * x.values.length, (j + 1) * x.values.length)));
   const table = make("table", { className: "grid" }, make("caption", { className: "hidden" }, title), make("thead", {}, head), make("tbody", {}, ...rows));
   return { table, places };
 }
+
+/** What changes down the rows and along the columns. */
+const axesOf = (x, y) => [y.name && `${AXES[y.name]}\u00a0\u2193`, x.name && `${AXES[x.name]}\u00a0\u2192`].filter(Boolean).join(" ");
 
 /** A grid as one PNG, with its values: for saving. */
 export async function sheetOf({ x, y }, images) {
@@ -97,6 +100,7 @@ export async function sheetOf({ x, y }, images) {
   pen.fillStyle = "#fff";
   pen.fillRect(0, 0, canvas.width, canvas.height);
   Object.assign(pen, { fillStyle: "#000", font: `${room}px sans-serif`, textAlign: "center", textBaseline: "middle" });
+  pen.fillText(axesOf(x, y), 3 * room, room, 6 * room - 8);
   x.values.forEach((value, i) => pen.fillText(value, 6 * room + (i + 0.5) * (width + 4), room, width));
   y.values.forEach((value, j) => pen.fillText(value, 3 * room, 2 * room + (j + 0.5) * (height + 4), 6 * room - 8));
   images.forEach((image, n) => {

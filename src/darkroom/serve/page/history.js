@@ -58,7 +58,7 @@ export class History {
     }
     $("history-list").replaceChildren(...found.map((one) => {
       const button = make("button", { type: "button", className: "history-one" }, make("span", {}, one.prompt));
-      if (one.negative) button.append(make("span", { className: "small" }, `without ${one.negative}`));
+      if (one.negative) button.append(make("span", { className: "small" }, `Negative: ${one.negative}`));
       button.onclick = () => { this.onPick(one); $("history-dialog").close(); $("prompt").focus(); };
       return make("li", {}, button);
     }));

@@ -15,8 +15,8 @@ export class Viewer {
     $("viewer-close").onclick = () => dialog.close();
     $("viewer-newer").onclick = () => this.walk(-1);
     $("viewer-older").onclick = () => this.walk(1);
-    $("viewer-settings").onclick = () => { onSettings(this.now.parameters); dialog.close(); };
-    $("viewer-start").onclick = () => { onStart(this.now.blob); dialog.close(); };
+    $("viewer-settings").onclick = () => { dialog.close(); onSettings(this.now.parameters); };
+    $("viewer-start").onclick = () => { dialog.close(); onStart(this.now.blob); };
     $("viewer-remove").onclick = () => this.remove(onRemove);
     $("viewer-share").onclick = () => onShare(this.now.parameters);
     $("compare-with").onchange = () => this.compare($("compare-with").value);
@@ -84,7 +84,9 @@ export class Viewer {
       const { image } = await answer.json();
       const bytes = Uint8Array.from(atob(image), (one) => one.charCodeAt(0));
       const blob = new Blob([await withTextOf(now.blob, bytes)], { type: "image/png" });
-      const made = await this.onMade({ ...now, blob, parameters: { ...now.parameters, upscaled: `${factor} times by ${upscaler}` } });
+      const { width, height } = await createImageBitmap(blob);
+      const upscaled = `${factor} times by ${upscaler}, to ${width} \u00d7 ${height}`;
+      const made = await this.onMade({ ...now, blob, parameters: { ...now.parameters, upscaled } });
       this.show(made);
       say(`Upscaled ${factor} times.`);
     } catch (error) {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ Say = Callable[[str], None]
 DATA = "data"
 NOTE = ".darkroom.json"  # in a folder of class pictures: what they were generated with
 CLASS_STEPS = 30
+MOST_A_CALL = 8  # of class pictures
 
 
 def has_own_store(data: DataSettings) -> bool:
@@ -323,6 +324,11 @@ def _check_note(note: dict[str, Any], folder: Path) -> None:
         )
 
 
+def class_call(side: int) -> int:
+    """How many class pictures of a resolution are drawn together."""
+    return max(1, min(MOST_A_CALL, 2**20 // side**2))
+
+
 def _generate(
     data: DataSettings, model: Model, folder: Path, there: int, dtype: torch.dtype, say: Say
 ) -> None:
@@ -333,30 +339,23 @@ def _generate(
     say(f"drawing {len(missing)} pictures of '{data.class_prompt}' into {folder}; {there} are there")
     device = next(model.unet.parameters()).device  # type: ignore[union-attr]
     plain = dtype == torch.float32
-    for done, some in _runs(missing, max(1, 2**20 // side**2)):
+    # In calls of the same pictures whatever is missing: a picture's last bits depend on the size of its call.
+    size, done = class_call(side), there
+    for first in sorted({i - i % size for i in missing}):
         with nullcontext() if plain else torch.autocast(device.type, dtype):
             pictures = sample.generate(
                 model,
                 str(data.class_prompt),
-                num=len(some),
-                seed=some[0],
+                num=size,
+                seed=first,
                 size=(side, side),
                 steps=CLASS_STEPS,
                 notice=lambda _: None,
             )
-        for i, picture in zip(some, pictures, strict=True):
+        some = [i for i in missing if first <= i < first + size]
+        for i in some:
             temporary = folder / f".class-{i:06d}.png"
-            picture.image.save(temporary)
+            pictures[i - first].image.save(temporary)
             atomic_replace(temporary, folder / f"class-{i:06d}.png")
-        say(f"class pictures: {there + done + len(some)} of {wanted}")
-
-
-def _runs(numbers: list[int], most: int) -> Iterator[tuple[int, list[int]]]:
-    """Neighbouring numbers together, at most so many; and how many came before."""
-    start = 0
-    while start < len(numbers):
-        end = start + 1
-        while end < len(numbers) and end - start < most and numbers[end] == numbers[end - 1] + 1:
-            end += 1
-        yield start, numbers[start:end]
-        start = end
+        done += len(some)
+        say(f"class pictures: {done} of {wanted}")
