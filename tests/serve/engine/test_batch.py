@@ -123,3 +123,24 @@ def test_plain_rows_do_not_wait_for_what_adapters_cost(monkeypatch: pytest.Monke
     assert charged <= 60 * 1.05
     assert shared == pytest.approx(60 * (1 + extra * ADAPTED / (PLAIN + ADAPTED)))
     assert all(map(torch.equal, same, plain))
+
+
+def test_a_step_that_took_long_keeps_no_row_out_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine stood still for a minute: for that, those with adapters would sit out hundreds of steps."""
+    now_s, pause_s = [0.0], [60.0]
+    monkeypatch.setattr(batch.time, "perf_counter", lambda: now_s[0])
+
+    def unet(x: torch.Tensor, t: Any, text: Any, added: dict[str, torch.Tensor]) -> torch.Tensor:
+        now_s[0] += 0.1 * len(x) + (pause_s.pop() if SLOTS in added and pause_s else 0.0)
+        return halves(x)
+
+    bucket, rows = Bucket(charges=True), tickets(3, steps=400, value=1.0)
+    assert rows[2].row is not None
+    rows[2].row.adapters = ((1, 1.0),)
+    for ticket in rows:
+        bucket.add(ticket)
+    for _ in range(40):
+        bucket.step(unet)
+    assert not pause_s
+    assert rows[2].step > 20
+    assert rows[0].step == 40

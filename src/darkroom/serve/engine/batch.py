@@ -86,6 +86,8 @@ class Toll:
         if self._evaluation_s is None:
             return plain
         spared_s = self._evaluation_s * _evaluations(set(tickets).difference(plain))
+        # A step that took long for another reason keeps nobody out for longer.
+        self._owed_s = min(self._owed_s, 2 * RESTS * spared_s)
         # They pay in advance: plain rows may be through at any step.
         self._resting = self._owed_s > (-(RESTS - 1) * spared_s if self._resting else 0.0)
         return plain if self._resting else tickets
