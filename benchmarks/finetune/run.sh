@@ -50,7 +50,7 @@ for subject in "$@"; do
       --out "$out/$subject" --prompts "$here/prompts.txt" \
       --extractor dino=efficientnet-lite0 --extractor clip="$shared/words/model" \
       --resolution 128 --batch 4 --rank 16 --targets conv "${costs[@]}" \
-      --steps 300 --every 100 --num 2 --draw-steps 20 --guidance 2 --class-images 12 \
+      --steps 300 --method-steps lora=900 --method-steps dreambooth-lora=900 --every 100 --num 2 --draw-steps 20 --guidance 2 --class-images 12 \
       --lr full=5e-4 --lr dreambooth=5e-4 --lr lora=3e-3 --lr dreambooth-lora=3e-3 --memory 2GB --repeats 3
   fi
   costs=(--batches "" --ranks "" --resolutions "" --sweep "" --planned none)

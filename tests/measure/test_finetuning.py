@@ -96,6 +96,8 @@ def test_recipes_of_all_methods_can_be(root):
         ({"methods": ("lore",)}, "method 'lore'"),
         ({"rates": {"lore": 1.0}}, "method 'lore'"),
         ({"steps": 3, "every": 5}, "every at most steps"),
+        ({"method_steps": {"lore": 9}}, "method 'lore'"),
+        ({"steps": 9, "every": 5, "method_steps": {"lora": 3}}, "every at most steps"),
         ({"batches": (0,)}, "below 1"),
     ],
 )
@@ -309,6 +311,7 @@ def test_the_whole_command(root, tmp_path, capsys, monkeypatch):
     )  # fmt: skip
     flags = (
         "--class-word dog --methods full,lora --batches 1 --ranks 2 --rank 2 --batch 1 --steps 2 --every 1"
+        " --method-steps lora=3"
     )
     more = f"--resolutions {SIDE} --resolution {SIDE} --sweep 1e-3 --sweep-batch 1 --num 1 --draw-steps 2"
     rest = f"--memory 1KB --planned none --repeats 1 --json --extractor all={tmp_path}/extractor/model"
@@ -320,6 +323,7 @@ def test_the_whole_command(root, tmp_path, capsys, monkeypatch):
         told = capsys.readouterr()
         return ended.value.code, told.out, told.err
 
+    assert command("--method-steps", "lora=long")[0] == 2
     with monkeypatch.context() as cut_short:
         cut_short.setattr(finetuning_results, "search", no_such_thing)
         assert command()[0] == 1
@@ -339,6 +343,10 @@ def test_the_whole_command(root, tmp_path, capsys, monkeypatch):
     base = [one for one in rows if one.benchmark == FIDELITY and one.settings["step"] == 0]
     assert len({one.settings["subject_fidelity"] for one in base}) == 1  # one base, drawn once
     tuned = [one for one in rows if one.benchmark == FIDELITY and one.settings["step"] == 2]
+    assert {one.settings["series"] for one in tuned} == {"full", "lora"}
+    longest = [one for one in rows if one.benchmark == FIDELITY and one.settings["step"] == 3]
+    assert {one.settings["series"] for one in longest} == {"lora"}
+    assert longest[0].settings["train_usd"] >= max(one.settings["train_usd"] for one in tuned[1:])
     assert all(one.settings["subject_fidelity"] != base[0].settings["subject_fidelity"] for one in tuned)
     for name in ("fidelity", "rates", "memory", "memory-by", "speed", "pictures", "best"):
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 1000

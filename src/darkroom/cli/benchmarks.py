@@ -371,6 +371,9 @@ class FinetuneOptions:
     targets: Annotated[str, typer.Option(help="qv, attention, all-linear or conv")] = "attention"
     steps: Annotated[int, typer.Option(min=1, help="of what is trained")] = 400
     every: Annotated[int, typer.Option(min=1, help="steps between scores")] = 100
+    method_steps: Annotated[
+        list[str] | None, typer.Option(help="METHOD=STEPS where one is trained longer; again for more")
+    ] = None
     lr: Annotated[list[str] | None, typer.Option(help="METHOD=RATE; again for more")] = None
     sweep: Annotated[str, typer.Option(help="learning rates to compare, with commas")] = "1e-5,5e-5,1e-4"
     sweep_method: Annotated[str, typer.Option(help="by which method")] = "lora"
@@ -385,6 +388,7 @@ class FinetuneOptions:
             **plain
             | {
                 "rates": dict(one.partition("=")[::2] for one in self.lr or []),
+                "method_steps": dict(one.partition("=")[::2] for one in self.method_steps or []),
                 "methods": tuple(split(self.methods, str)),
                 "batches": tuple(split(self.batches, int)),
                 "ranks": tuple(split(self.ranks, int)),

@@ -25,13 +25,19 @@ def split(text: str, kind: Callable[[str], T]) -> list[T]:
 
 
 def finetuning_settings(**given: Any) -> Finetuning:
-    """From flags; InputError for a rate that is no number. The settings check every other value."""
+    """From flags; InputError for a rate or a number of steps that is no number. The settings check every
+    other value.
+    """
     from darkroom.measure.finetuning import Finetuning
 
     try:
         given["rates"] = {name: float(value) for name, value in given["rates"].items()}
     except ValueError as error:
         raise InputError("--lr", allowed="METHOD=RATE, such as lora=1e-4") from error
+    try:
+        given["method_steps"] = {name: int(value) for name, value in given["method_steps"].items()}
+    except ValueError as error:
+        raise InputError("--method-steps", allowed="METHOD=STEPS, such as lora=900") from error
     return Finetuning(**given)
 
 

@@ -89,6 +89,7 @@ class Finetuning:
     targets: str = "attention"
     steps: int = 400
     every: int = 100
+    method_steps: Mapping[str, int] = field(default_factory=dict)  # by method; `steps` for others
     rates: Mapping[str, float] = field(default_factory=dict)  # by method; the task's own for others
     sweep: tuple[float, ...] = ()
     sweep_method: str = "lora"
@@ -99,17 +100,18 @@ class Finetuning:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for method in (*self.methods, *self.rates, self.sweep_method):
+        for method in (*self.methods, *self.rates, *self.method_steps, self.sweep_method):
             if method not in METHODS:
                 raise InputError(f"method '{method}'", allowed=", ".join(METHODS))
         if not self.photos.is_dir() or not pictures_below(self.photos):
             raise InputError(
                 f"no photographs in '{self.photos}'", allowed="a folder with 3 to 30 of one subject"
             )
-        if self.steps < 1 or not 1 <= self.every <= self.steps:
-            raise InputError(
-                f"steps {self.steps}, scored every {self.every}", allowed="1 or more; every at most steps"
-            )
+        for steps in (self.steps, *self.method_steps.values()):
+            if steps < 1 or not 1 <= self.every <= steps:
+                raise InputError(
+                    f"steps {steps}, scored every {self.every}", allowed="1 or more; every at most steps"
+                )
         numbers = (self.batch, self.rank, self.resolution, *self.batches, *self.ranks, *self.resolutions)
         if min(numbers) < 1 or not self.methods:
             raise InputError("a batch, rank or resolution below 1, or no method", allowed="1 or more of each")
@@ -123,6 +125,10 @@ class Finetuning:
     def class_prompt(self) -> str:
         """The prompt of any of its class."""
         return f"a photo of {self.class_word}"
+
+    def steps_of(self, method: str) -> int:
+        """How long a method is trained, in steps."""
+        return self.method_steps.get(method, self.steps)
 
     def case(self, method: str, **changes: Any) -> Case:
         """A method with the settings that are not varied."""
@@ -138,7 +144,7 @@ class Finetuning:
 
     def content(self, case: Case, *, base: str | None = None, steps: int | None = None) -> dict[str, Any]:
         """A case's recipe, as a file would say it."""
-        count = steps or self.steps
+        count = steps or self.steps_of(case.method)
         data: dict[str, Any] = {"resolution": case.resolution, "prompt": self.prompt}
         data["instance" if case.method.startswith("dreambooth") else "folder"] = str(self.photos)
         if case.method.startswith("dreambooth"):

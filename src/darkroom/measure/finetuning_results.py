@@ -372,7 +372,8 @@ def follow(
         settings = case.settings() | {"series": series}
         return Followed([table.add(row(benchmark, series, settings, note=failure.partition(";")[0]))])
     found = Followed()
-    for step in [0, *range(bench.every, bench.steps, bench.every), bench.steps]:
+    steps = bench.steps_of(case.method)
+    for step in [0, *range(bench.every, steps, bench.every), steps]:
         name = f"{series} step {step}"
         one = table.find(benchmark, name)
         if one is None:
@@ -387,7 +388,7 @@ def follow(
 
 
 def _point(bench: Finetuning, case: Case, bill: Bill, step: int, scores: Sequence[Score]) -> dict[str, Any]:
-    share = step / bench.steps
+    share = step / bench.steps_of(case.method)
     return {
         "step": step,
         "samples": step * case.batch,

@@ -330,17 +330,18 @@ def _sheet(pictures: Pictures, bench: Finetuning, file: Path, rows: Rows) -> boo
     series = list(dict.fromkeys(row.settings["series"] for row in rows))
     if not series or not pictures:
         return False
-    steps = sorted({step for name, step in pictures if name in series})
-    steps = _spread(steps, MOST_STEPS)
-    lines: list[Line] = [("photographs", _photos(bench)[: len(steps)], [])]
-    for name in series:
+    steps_of = {name: sorted(step for one, step in pictures if one == name) for name in series}
+    own = {name: _spread(steps, MOST_STEPS) for name, steps in steps_of.items()}
+    width = max(len(steps) for steps in own.values())
+    lines: list[Line] = [("photographs", _photos(bench)[:width], [])]
+    for name, steps in own.items():
         shown = _by_prompt(pictures[name, steps[0]])[:3]
         for i, first in enumerate(shown):
             tiles = [_tile(pictures[name, step][first]) for step in steps]
             lines.append(
                 (name if i == 0 else "", tiles, [f"step {step}" for step in steps] if i == 0 else [])
             )
-    return _draw_lines(lines, len(steps), file)
+    return _draw_lines(lines, width, file)
 
 
 def _spread(steps: list[int], most: int) -> list[int]:
