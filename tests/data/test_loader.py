@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import gc
 import itertools
 import json
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -318,6 +320,22 @@ def test_a_stall_is_an_error_and_closing_does_not_hang(prepared: Store) -> None:
     loader.close()
     assert time.perf_counter() - began < 6
     release.set()
+
+
+def test_closing_releases_what_was_read_without_garbage_collection(prepared: Store) -> None:
+    loader = Loader(prepared, Order(150, seed=0, global_batch=10), read=everything(), workers=1)
+    next(loader)
+    kept = [weakref.ref(future.result()) for future in loader._cache._blocks.values() if future.done()]
+    gc.disable()
+    try:
+        assert kept
+        assert all(one() is not None for one in kept)
+        assert loader.memory_bytes > 0
+        loader.close()
+        assert loader.memory_bytes == 0
+        assert [one() for one in kept] == [None] * len(kept)
+    finally:
+        gc.enable()
 
 
 def test_closing_while_another_thread_waits_wakes_it(prepared: Store) -> None:

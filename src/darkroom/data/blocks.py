@@ -84,7 +84,8 @@ def parse_latents(column: pa.Array, name: str) -> dict[str, Values]:
     heights, widths = (column.field(side).to_numpy(zero_copy_only=False) for side in ("height", "width"))
     _, bounds = _bytes_of(moments, f"are null in {name}")
     per_pixel = np.diff(bounds) // (2 * heights.astype(np.int64) * widths)  # bytes: 2 a float16, C of 2
-    shapes = [(2, int(c) // 2, int(h), int(w)) for c, h, w in zip(per_pixel, heights, widths, strict=True)]
+    sides = zip(per_pixel.tolist(), heights.tolist(), widths.tolist(), strict=True)
+    shapes = [(2, c // 2, h, w) for c, h, w in sides]
     return {"moments": _float16_rows(moments, shapes, f"are null in {name}")}
 
 
@@ -256,6 +257,12 @@ class BlockCache:
         with self._lock:
             return number in self._blocks
 
+    def release(self) -> None:
+        """Keep nothing from now on: what is read or asked for later is handed out and not kept."""
+        with self._lock:
+            self._capacity_bytes = self.memory_bytes = 0
+            self._blocks.clear()
+
     def _fill(self, number: int, future: Future[Block]) -> None:
         try:
             block = self._read(number)
@@ -266,6 +273,8 @@ class BlockCache:
             return
         future.set_result(block)
         with self._lock:
+            if self._blocks.get(number) is not future:  # released while it was read
+                return
             self.memory_bytes += block.memory_bytes
             while self.memory_bytes > self._capacity_bytes and self._let_one_go(number):
                 pass

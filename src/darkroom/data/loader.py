@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -205,14 +206,16 @@ class Loader:
         return batch
 
     def _take(self, k: int) -> Batch:
-        future = self._batches.pop(k)
+        future = self._batches.pop(k, None)
         try:
+            if future is None:
+                raise CancelledError
             return future.result(self._timeout_s)
         except CancelledError:
             raise LoaderError("the loader was closed while a batch was awaited") from None
         except BaseException as error:
             self.close()
-            if isinstance(error, TimeoutError) and not future.done():
+            if isinstance(error, TimeoutError) and future and not future.done():
                 raise LoaderError(
                     f"no batch for {self._timeout_s:g} s (batch {k}); is the storage reachable?"
                 ) from None
@@ -232,10 +235,12 @@ class Loader:
         self._prefetched = max(self._prefetched, reach)
 
     def close(self) -> None:
-        """Stop the threads; returns within seconds even when one of them hangs in a read."""
+        """Stop the threads and release the blocks; returns within seconds even when a read hangs."""
         self._pool.close()
         for future in list(self._batches.values()):
             future.cancel()
+        self._batches.clear()
+        self._cache.release()
 
     def __enter__(self) -> Self:
         return self
@@ -262,10 +267,11 @@ class Loader:
             return [self._reader.rows(distinct)], [inverse]
         numbers = self._order.block_of(indices)
         cuts = np.flatnonzero(np.diff(numbers)) + 1
-        firsts = numbers[np.r_[0, cuts]].tolist()
+        bounds = [0, *cuts.tolist(), len(indices)]
+        firsts = numbers[bounds[:-1]].tolist()
         blocks = [self._cache.get(number) for number in firsts]
         starts = [self._order.block(number)[0] for number in firsts]
-        return blocks, [part - start for part, start in zip(np.split(indices, cuts), starts, strict=True)]
+        return blocks, [indices[a:b] - start for (a, b), start in zip(pairwise(bounds), starts, strict=True)]
 
 
 # ---- what a batch is made of
