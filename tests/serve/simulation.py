@@ -447,7 +447,7 @@ class Lanes:
     """Steps that take their time, several at once."""
 
     def __init__(self, count: int, server: Any) -> None:
-        self.free, self.server, self.on_free = count, server, lambda: None
+        self.count, self.free, self.server, self.on_free = count, count, server, lambda: None
 
     def pace(self) -> None:
         """A step is over when its call returns."""

@@ -141,6 +141,23 @@ class Bucket:
             self._leave(gone)
         return gone
 
+    def split(self) -> Bucket:
+        """Another bucket with half of the rows, for a step at the same time."""
+        other = Bucket(self.had_s, self.evaluation_s, charges=self._toll is not None)
+        moved = self.tickets[1::2]
+        self._leave(moved)
+        for ticket in moved:
+            other.add(ticket)
+        return other
+
+    def take(self, other: Bucket) -> None:
+        """Take over all rows of another bucket of this size."""
+        self.had_s = max(self.had_s, other.had_s)
+        moved = list(other.tickets)
+        other._leave(moved)
+        for ticket in moved:
+            self.add(ticket)
+
     def _leave(self, gone: Sequence[Ticket]) -> None:
         self._unpack()
         for ticket in gone:
@@ -314,6 +331,8 @@ class Aside(Protocol):
 class Steps(Protocol):
     """Runs steps, several at once if it can. A task must not raise."""
 
+    count: int
+    """How many it can run at once."""
     on_free: Callable[[], None]
     """Called when one that was not run at once is over."""
 
@@ -335,7 +354,7 @@ class Between:
     """At once, in the thread that asks."""
 
     busy = False
-    free = 1
+    count, free = 1, 1
     on_free: Callable[[], None] = staticmethod(lambda: None)
 
     def put(self, task: Task) -> None:

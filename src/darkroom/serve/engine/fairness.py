@@ -172,13 +172,13 @@ class _KeyFlow:
 class LoadLimit:
     """Which pictures fit together with `loads`, those in the batch by size, which the owner keeps up to date.
 
-    Each size takes a load of `capacity`, all of them `calls` times that; a picture alone always fits. For one
-    round of choices: a size that has no capacity for one has none for the next either, or large pictures
-    would wait for ever behind small ones.
+    Each size takes a load of `capacity` in each of the `lanes` that may step it, all of them `calls` times
+    that; a picture alone always fits. For one round of choices: a size that has no capacity for one has none
+    for the next either, or large pictures would wait for ever behind small ones.
     """
 
-    def __init__(self, loads: Mapping[Hashable, float], capacity: float, calls: int) -> None:
-        self._loads, self._capacity = loads, capacity
+    def __init__(self, loads: Mapping[Hashable, float], capacity: float, calls: int, lanes: int = 1) -> None:
+        self._loads, self._capacity = loads, capacity * max(1, min(lanes, calls - 1))
         # However large its pictures are, a size leaves capacity for a full call of the others.
         self._most, self._whole = (calls - 1) * capacity, calls * capacity
         self._closed: set[Hashable] = set()
@@ -221,6 +221,7 @@ def admitted_after(
     capacity: float,
     calls: int,
     work_per_s: float,
+    lanes: int = 1,
 ) -> list[float]:
     """After how many seconds each of those waiting, in their order, will be admitted, as `LoadLimit` has it.
 
@@ -242,7 +243,7 @@ def admitted_after(
     for one in drawn:
         begin(one)
     while lines:
-        limit = LoadLimit(there, capacity, calls)
+        limit = LoadLimit(there, capacity, calls, lanes)
         while (first := _first_that_fits(lines, waiting, limit)) is not None:
             size = waiting[first].size
             times[lines[size].popleft()] = now_s

@@ -3,20 +3,21 @@
 Between two steps of a size it removes rows that are done, cancelled or failed, and adds what came;
 pictures that wait are admitted while their load fits: load is U-Net evaluations a call, counted in pictures
 of the model's own size. Each size has its own calls, and so its own capacity. On a CPU the steps are taken in
-lanes, several sizes at once, and the engine's thread is free meanwhile; on an accelerator it takes them
-itself. Text encoding and decoding are done aside (`aside`). A picture does not depend on who shares its
-steps.
+lanes, several sizes at once, or halves of one size where no other waits, and the engine's thread is free
+meanwhile; on an accelerator it takes them itself. Text encoding and decoding are done aside (`aside`). A
+picture does not depend on who shares its steps.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -52,6 +53,10 @@ FORECAST_S = 0.25
 # So long the end of the process waits for a step that is under way.
 STOP_S = 5.0
 ALONE_PRIORITY = 1 << 30  # above all that a request may have
+
+
+Place: TypeAlias = tuple[Hashable, int]
+"""A size and, where it is stepped in several lanes at once, which of its buckets."""
 
 
 class Admission(NamedTuple):
@@ -99,6 +104,7 @@ class Engine:
             self.unet = FixedShapes(backend.unet, fixed_rows, most)
         if nets is not None:
             self.unet = ControlledUnet(self.unet, nets.in_attention)
+        self._fixed_rows = fixed_rows
         self.steps, self.aside = places or (Between(), Between())
         self.steps.on_free = self.wake
         self.trouble: str | None = None
@@ -118,9 +124,9 @@ class Engine:
         self._suspects: list[EngineJob] = []  # to be computed alone, one after the other, before all else
         self._between: set[Ticket] = set()  # being upscaled or waiting for it, with their adapters held
         self._previews: list[tuple[Ticket, int, torch.Tensor]] = []
-        self._buckets: dict[Hashable, Bucket] = {}  # of equal times those stepped longest ago first
-        self._stepping: set[Hashable] = set()  # buckets that a lane has; nobody else touches them
-        self._stepped: list[tuple[Hashable, Stepped | Exception]] = []
+        self._buckets: dict[Place, Bucket] = {}  # of equal times those stepped longest ago first
+        self._stepping: set[Place] = set()  # buckets that a lane has; nobody else touches them
+        self._stepped: list[tuple[Place, Stepped | Exception]] = []
         self._loads: defaultdict[Hashable, float] = defaultdict(float)
         self._admitted: set[Ticket] = set()  # all that take capacity
         self._forecast: tuple[float, list[Admission]] = (0.0, [])
@@ -209,7 +215,7 @@ class Engine:
 
     @property
     def load(self) -> float:
-        """Load of what is admitted, all sizes together; each size takes up to `capacity`."""
+        """Load of what is admitted, all sizes together; each takes up to `capacity` in each lane."""
         return float(sum(list(self._loads.values())))
 
     def seconds_for(self, cost: float) -> float | None:
@@ -234,7 +240,7 @@ class Engine:
             drawn = [self._drawing(ticket) for ticket in list(self._admitted)]
             waiting = [self._drawing(entry.item) for entry in order]
             speed = self._work_done / self._work_s / BESIDE_STEPS
-            times = admitted_after(drawn, waiting, self.capacity, FULL_CALLS, speed)
+            times = admitted_after(drawn, waiting, self.capacity, FULL_CALLS, speed, self.steps.count)
             admitted = [Admission(e.key, e.cost, s) for e, s in zip(order, times, strict=True)]
             self._forecast = now_s, admitted
         return self._forecast[1]
@@ -278,7 +284,8 @@ class Engine:
         self._admit()
         self._board()
         self._let_go()
-        begun: set[Hashable] = set()
+        self._share_lanes()
+        begun: set[Place] = set()
         while self.steps.free and (waiting := self._buckets.keys() - self._stepping - begun):
             key = min((key for key in self._buckets if key in waiting), key=self._had_s)
             begun.add(key)
@@ -289,10 +296,45 @@ class Engine:
         self._develop()
         self._tell()
 
-    def _had_s(self, key: Hashable) -> float:
+    def _had_s(self, key: Place) -> float:
         return self._buckets[key].had_s
 
-    def _step_aside(self, key: Hashable, bucket: Bucket) -> None:
+    def _share_lanes(self) -> None:
+        """A size that alone wants a lane is stepped in all that are free, else in one."""
+        if self.steps.count < 2:
+            return
+        while True:
+            waiting = {key: one for key, one in self._buckets.items() if key not in self._stepping}
+            if self.steps.free > len(waiting):
+                key = max(waiting, key=lambda key: len(waiting[key].tickets), default=None)
+                if key is None or not self._divides(waiting[key]):
+                    return
+                place = next(i for i in itertools.count() if (key[0], i) not in self._buckets)
+                self._buckets[key[0], place] = waiting[key].split()
+                continue
+            sizes = Counter(size for size, _ in waiting)
+            size = next((size for size, parts in sizes.items() if parts > 1), None)
+            if size is None or self.steps.free >= len(waiting):
+                return
+            into, other = [key for key in waiting if key[0] == size][:2]
+            self._buckets[into].take(self._buckets.pop(other))
+
+    def _divides(self, bucket: Bucket) -> bool:
+        """Whether two calls of half its rows cost no more: not if they are filled up to a defined number."""
+        if len(bucket.tickets) < 2:
+            return False
+        row = bucket.tickets[0].row
+        if self._fixed_rows is None or row is None:
+            return True
+        least = self._fixed_rows.of(row.latents_CHW.shape[-2] * row.latents_CHW.shape[-1])
+        return sum(ticket.shape.evaluations for ticket in bucket.tickets) >= 2 * least
+
+    def _place(self, size: Hashable) -> Place:
+        """Where a row of this size joins: the bucket of its size with fewest rows."""
+        places = [key for key in self._buckets if key[0] == size]
+        return min(places, key=lambda key: len(self._buckets[key].tickets), default=(size, 0))
+
+    def _step_aside(self, key: Place, bucket: Bucket) -> None:
         stepped: Stepped | Exception
         try:
             stepped = bucket.step(self.unet, self.steps.pace)
@@ -317,7 +359,7 @@ class Engine:
 
     def _room(self) -> Admits:
         """Tells which pictures fit, and for as long as a job is under suspicion, of that job alone."""
-        limit = LoadLimit(self._loads, self.capacity, FULL_CALLS)
+        limit = LoadLimit(self._loads, self.capacity, FULL_CALLS, self.steps.count)
         self._suspects = [work for work in self._suspects if not work.over]
         suspect = self._suspects[0] if self._suspects else None
 
@@ -409,7 +451,7 @@ class Engine:
             assert ticket.row is not None
             self.aside.taken(tensors_in(ticket.row))
             ticket.work.prepared_s = ticket.work.prepared_s or time.monotonic()
-            if (key := bucket_of(ticket.row)) in self._stepping:
+            if (key := self._place(bucket_of(ticket.row))) in self._stepping:
                 early.append(ticket)
             else:
                 if key not in self._buckets:
