@@ -17,8 +17,9 @@ import darkroom
 from darkroom.errors import DarkroomError, InputError, first_fault, is_system_failure
 from darkroom.serve import logs
 from darkroom.serve.engine import loader as opening
+from darkroom.serve.engine.loop import Loop
 from darkroom.serve.engine.pool import ModelPool
-from darkroom.serve.engine.tickets import EngineJob, Loop, Shape
+from darkroom.serve.engine.tickets import EngineJob, Shape
 from darkroom.serve.jobs import admission
 from darkroom.serve.jobs.active import ActiveJob, ActiveJobs, Backlog, Bench, Intake, over_quota
 from darkroom.serve.jobs.admission import new_record
