@@ -278,7 +278,7 @@ def push(
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    from darkroom.recipe.read import recipe_of
+    from darkroom.recipe.recipe import recipe_of
 
     opened = Run.open(run)
     recipe = recipe_of(opened.recipe, opened.path)
