@@ -159,7 +159,8 @@ COMPILES = "train bf16 adamw8bit"
 
 def _training_paths(lab: Lab) -> dict[str, Callable[[], object]]:
     from darkroom.recipe.sections import OptimSettings, TrainSettings
-    from darkroom.train.step import DTYPES, Step
+    from darkroom.train.precision import DTYPES
+    from darkroom.train.step import Step, make_weights
 
     def step(precision: str, family: str = "tiny", micro: int = 2, optim: Any = None, **train: Any) -> Any:
         unet = TINY_UNET if family == "tiny" else {"num_layers": 2}
@@ -168,11 +169,10 @@ def _training_paths(lab: Lab) -> dict[str, Callable[[], object]]:
             switched.unet.enable_gradient_checkpointing()
         switched.step = Step(
             switched.task,
-            {"unet": switched.unet},
+            make_weights({"unet": switched.unet}, DTYPES[precision]),  # type: ignore[index]
             train=TrainSettings(steps=10, global_batch=4, micro_batch=micro, **train),
             optim=OptimSettings(lr=1e-4, **(optim or {})),
             micro_batch=micro,
-            dtype=DTYPES[precision],  # type: ignore[index]
         )
         inputs = switched.inputs(4)
         losses = [float(switched.step(k, inputs).losses["loss"]) for k in range(3)]

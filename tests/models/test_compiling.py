@@ -14,7 +14,7 @@ from darkroom.models import compiling
 from darkroom.models.adapters.bank import Bank
 from darkroom.models.compiling import Compiled, CompiledBlocks, compile_blocks, compile_whole
 from darkroom.recipe.sections import AdapterSettings
-from darkroom.sample.backends import unet_call
+from darkroom.sample import unet_call
 from darkroom.serve.engine.batch import padded
 from darkroom.train.tasks.lora import add_adapters
 

@@ -29,7 +29,7 @@ from darkroom.recipe.kohya_options import (
     TIMES,
     table,
 )
-from darkroom.recipe.read import read_sweep
+from darkroom.recipe.recipe import read_sweep
 from darkroom.recipe.reference import find_keys
 from darkroom.train.run import train
 from darkroom.train.tasks.lora import target_layers

@@ -96,13 +96,13 @@ def test_a_decoder_that_8_bits_harm_stays_in_float() -> None:
 
 def test_a_decoder_is_calibrated_on_what_it_is_given() -> None:
     """Latents as `decode` hands them over, the scaling undone; the last is of a seed of its own."""
-    from darkroom.sample.backends import backend
+    from darkroom.sample.denoise import unet_call
     from darkroom.sample.pictures import decode
 
     model = models.create("tiny", seed=1, overrides=SMALL)
     model.vae.register_to_config(scaling_factor=0.5)  # type: ignore[union-attr]
     calibration = int8.Calibration(prompts=("a", "b"), steps=2)
-    latents = int8.latents_of(model, backend.unet_call(model.unet), calibration, lambda _: None)
+    latents = int8.latents_of(model, unet_call(model.unet), calibration, lambda _: None)
     assert len(latents) == 2 * 2 + 1
     assert not torch.equal(latents[3], latents[4])
     seen: list[torch.Tensor] = []

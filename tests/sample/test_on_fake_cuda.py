@@ -22,10 +22,10 @@ from darkroom.models.control import ControlNet, _controlnet
 from darkroom.models.image_prompt import ImagePrompt, cross_attentions, installed
 from darkroom.models.lllite import ControlNetLite, LiteLayer, _level
 from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES
-from darkroom.sample.backends import open_backend, unet_call
+from darkroom.sample.backends import open_backend
 from darkroom.sample.choice import make_table
 from darkroom.sample.control import ControlledUnet, RowControl
-from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch, Stage
+from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch, Stage, unet_call
 from darkroom.sample.optimisations import offload, precision
 from darkroom.sample.optimisations.vae import VaeFront
 from darkroom.serve.engine.batch import padded

@@ -37,9 +37,8 @@ from sqlalchemy.pool import StaticPool
 from darkroom.errors import DarkroomError
 from darkroom.sample.pictures import Picture
 from darkroom.serve import shared_queue
-from darkroom.serve.engine import batch, fairness, tickets
+from darkroom.serve.engine import batch, tickets
 from darkroom.serve.engine import loop as engine_loop
-from darkroom.serve.engine import tickets as serve_loop
 from darkroom.serve.engine.loader import LoadedModel
 from darkroom.serve.engine.tickets import Shape
 from darkroom.serve.jobs import active, admission, core, results, store
@@ -358,7 +357,7 @@ class Bucket(batch.Bucket):
                 ticket.row.step += 1
 
 
-class Queue(fairness.FairQueue):
+class Queue(tickets.FairQueue):
     """Counts the work that keys are given by share, in every stretch of time in which they wait together:
     each time that one is given a picture the other has one of its size waiting, which would fit too.
     """
@@ -373,7 +372,7 @@ class Queue(fairness.FairQueue):
         super().push(entry)
         self._largest = max(self._largest, entry.cost)
 
-    def take(self, admits: Any = fairness._any_entry) -> Any:
+    def take(self, admits: Any = tickets._any_entry) -> Any:
         waiting = {(one.key, one.size) for one in self._there}
         entry = super().take(admits)
         if self.suspicion:
@@ -552,7 +551,7 @@ def open_model(settings: Any, metrics: Any, given: Any) -> LoadedModel:
     return LoadedModel(model, Engine(metrics, given, server, settings.limits.shares), None)
 
 
-class Loop(serve_loop.Loop):
+class Loop(engine_loop.Loop):
     async def in_daemon_thread(self, call: Any, *arguments: Any) -> Any:
         await asyncio.sleep(world().draw.uniform(0.1, 3))  # a model is loaded
         return await self._loop.run_in_executor(None, call, *arguments)
@@ -867,14 +866,14 @@ async def _check(of: World, clients: list[Client]) -> None:
 
 def _patches() -> contextlib.ExitStack:
     stack, clock = contextlib.ExitStack(), Clock()
-    timed = (core, active, admission, results, active, results, store, shared_queue, serve_loop)
+    timed = (core, active, admission, results, active, results, store, shared_queue)
     for module in (*timed, engine_loop, tickets, batch):
         stack.enter_context(mock.patch.object(module, "time", clock))
     waiting = types.SimpleNamespace(Event=Signal)
     changes: tuple[tuple[Any, str, Any], ...] = (
         (results, "ThreadPoolExecutor", Pool),
         (results, "threading", waiting),
-        (serve_loop, "ThreadPoolExecutor", Pool),
+        (engine_loop, "ThreadPoolExecutor", Pool),
         (shared_queue, "CLAIM_S", 0.4),  # the statement is most of a schedule's time
         (core, "Loop", Loop),
         (core, "open_stores", open_stores),

@@ -18,7 +18,7 @@ from darkroom.cli.application import app
 from darkroom.errors import InputError
 from darkroom.serve.api import app as serve_app
 from darkroom.serve.api.guard import make_key
-from darkroom.serve.engine.fairness import Entry, FairQueue
+from darkroom.serve.engine.tickets import Entry, FairQueue
 from darkroom.serve.settings import KeyLimits, Limits, ServeSettings, VertexRoutes
 
 BODY = {"prompt": "a red circle", "steps": 3, "seed": 3}

@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from darkroom.serve.jobs.results import PROBE_START, Files, ResultWriter
 from darkroom.serve.jobs.store import METADATA, JobStore, Record
 from darkroom.serve.request import AdapterChoice, PictureRequest, Refused
 from darkroom.serve.settings import Limits, ServeSettings
-from darkroom.serve.shared_queue import Leases
+from darkroom.serve.shared_queue import Leases, Shares
 from serve.conftest import SMALL, difference
 
 QUICK = PictureRequest(prompt="a red circle", steps=3, seed=5)
@@ -496,3 +496,43 @@ def test_a_model_that_a_key_chooses_is_said_with_each_picture(run_http, url, tmp
     assert (same.status_code, set_once.status_code, made.status_code) == (200, 422, 200)
     assert "override_settings" in set_once.json()["detail"]
     assert json.loads(made.json()["info"])["sd_model_name"] == "other"
+
+
+def test_shares_start_a_new_key_level_and_count_every_job():
+    """The twin of the queue for several servers: who had the least work is next."""
+
+    @dataclass
+    class Job:
+        key: str
+        work: float
+
+    shares = Shares()
+    shares.begin(["old", "other"])
+    for _ in range(5):
+        shares.give(Job("old", 4.0))
+        shares.give(Job("other", 3.0))
+    shares.begin(["old", "other", "new"])  # new comes level with other, who had 15 to old's 20
+    jobs = [Job(key, 2.0) for key in ("old", "other", "new") for _ in range(4)]
+    assert [job.key for job in shares.in_turn(jobs)][:6] == ["other", "new", "other", "new", "other", "new"]
+    # Jobs without work count as one, or one key's would all go first.
+    shares = Shares()
+    free = [Job(key, 0.0) for key in ("a", "a", "a", "b", "b", "b")]
+    assert [job.key for job in shares.in_turn(free)] == ["a", "b", "a", "b", "a", "b"]
+    for job in free[:3]:
+        shares.give(job)
+    assert [job.key for job in shares.in_turn([Job("a", 1.0), Job("b", 1.0)])] == ["b", "a"]
+
+
+def test_a_keys_share_counts_its_jobs_so_many_times():
+    @dataclass
+    class Job:
+        key: str
+        work: float
+
+    shares = Shares({"paying": 3})
+    jobs = [Job(key, 6.0) for key in ("paying", "other") for _ in range(8)]
+    assert [job.key for job in shares.in_turn(jobs)][:8].count("paying") == 6
+    for job in (jobs[0], jobs[1], jobs[2], jobs[-1]):
+        shares.give(job)
+    shares.begin(["paying", "other"])  # level again: three of one for one of the other
+    assert [job.key for job in shares.in_turn(jobs)][:4] == ["paying", "other", "paying", "paying"]

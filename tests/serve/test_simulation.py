@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from darkroom.serve.engine import fairness
+from darkroom.serve.engine import tickets
 from darkroom.serve.jobs import store
 from serve import simulation
 from serve.simulation import BEHIND, Violation, run
@@ -50,25 +50,25 @@ def test_keys_that_always_wait_get_their_shares(seed):
     assert 0 < of.furthest_behind <= BEHIND
 
 
-def free_of_charge(self: fairness._Ring, admits: fairness.Admits) -> fairness.Entry:
+def free_of_charge(self: tickets._Ring, admits: tickets.Admits) -> tickets.Entry:
     """`take` by a scheduler that charges nothing."""
     assert self.head(admits) is not None
     return self.flows[self.turns[0]].take(admits)
 
 
-def credited_at_each_look(self: fairness._Ring, admits: fairness.Admits) -> fairness.Entry | None:
+def credited_at_each_look(self: tickets._Ring, admits: tickets.Admits) -> tickets.Entry | None:
     """`head` by a scheduler that forgets whose turn was credited."""
     self.credited = False
     return HEAD(self, admits)
 
 
-HEAD = fairness._Ring.head
+HEAD = tickets._Ring.head
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("take", free_of_charge), ("head", credited_at_each_look)])
 def test_a_scheduler_that_breaks_the_shares_is_found_out(name, wrong):
     with (
-        mock.patch.object(fairness._Ring, name, wrong),
+        mock.patch.object(tickets._Ring, name, wrong),
         pytest.raises(Violation, match="always has pictures waiting, and got"),
     ):
         run_all(range(12), crowd=True)

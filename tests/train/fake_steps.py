@@ -26,9 +26,8 @@ from darkroom.train import setup
 from darkroom.train.block_swap import swap_of
 from darkroom.train.distributed import ddp_fsdp
 from darkroom.train.distributed.ranks import ALONE, Ranks
-from darkroom.train.distributed.weights import cast
 from darkroom.train.memory import offload_mmap
-from darkroom.train.step import DTYPES
+from darkroom.train.precision import DTYPES, cast
 from darkroom.train.tasks import repa
 from darkroom.train.tasks.autoencoder import with_student
 from darkroom.train.tasks.diffusion import Masks

@@ -14,7 +14,7 @@ import json, os, sys, traceback
 import darkroom
 import torch
 torch.set_num_threads(1)
-import darkroom.train.run, darkroom.recipe.read, darkroom.sample, darkroom.prepare
+import darkroom.train.run, darkroom.recipe.recipe, darkroom.sample, darkroom.prepare
 import diffusers.models.autoencoders.autoencoder_kl, diffusers.models.unets.unet_2d_condition
 import lance, transformers.models.clip.modeling_clip, transformers.models.clip.tokenization_clip
 print("ready", flush=True)
@@ -30,7 +30,7 @@ for line in sys.stdin:
     try:
         os.dup2(os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
         os.dup2(1, 2)
-        recipe = darkroom.recipe.read.make_recipe(told["recipe"])
+        recipe = darkroom.recipe.recipe.make_recipe(told["recipe"])
         darkroom.train.run.train(recipe, out=told["out"], resume=told.get("resume", "auto"))
     except darkroom.errors.DarkroomError as error:
         print(type(error).__name__, error, flush=True)

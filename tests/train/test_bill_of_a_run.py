@@ -22,7 +22,7 @@ import numpy as np
 from darkroom.cli.application import app
 from darkroom.cli import training
 from darkroom.hardware.system import process_age_s
-from darkroom.recipe.read import read_recipe
+from darkroom.recipe.recipe import read_recipe
 from darkroom.train.run import train
 from pathlib import Path
 

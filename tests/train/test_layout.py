@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from darkroom import models
 from darkroom.hardware import accelerator
 from darkroom.recipe.sections import AdapterSettings, TrainSettings
-from darkroom.sample.backends import unet_call
+from darkroom.sample import unet_call
 from darkroom.train import jobs
 from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
 from darkroom.train.jobs import FEW_CONVOLUTIONS, MOST_ROWS, Pinned, chosen_layout, lay_out

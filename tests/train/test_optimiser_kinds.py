@@ -27,7 +27,7 @@ from darkroom.train.optim import (
     restore_optimiser,
 )
 from darkroom.train.run import train
-from darkroom.train.step import Step, clipped_step, gradient_norm, set_lr
+from darkroom.train.step import Step, clipped_step, gradient_norm, make_weights, set_lr
 from train.conftest import MakeRecipe
 
 KINDS = ["adamw", "adamw8bit", "adafactor", "came", "lion", "prodigy", "schedule-free", "muon"]
@@ -293,7 +293,8 @@ def step_of(name: str, *, fused: bool, dtype: torch.dtype) -> tuple[Step, dict[s
     module = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
     optim = OptimSettings(name=name, lr=RATES.get(name, 1e-2), clip_norm=None, fused_backward=fused)
     settings = TrainSettings(steps=9, global_batch=8, ema={"enabled": False})
-    step = Step(Quadratic(module), {"unet": module}, train=settings, optim=optim, micro_batch=8, dtype=dtype)
+    weights = make_weights({"unet": module}, dtype)
+    step = Step(Quadratic(module), weights, train=settings, optim=optim, micro_batch=8)
     return step, {"x": torch.randn(8, 16), "y": torch.randn(8, 4)}
 
 

@@ -17,9 +17,9 @@ from darkroom.errors import CheckpointError, RecipeError
 from darkroom.hardware import cpu
 from darkroom.models.model import Model
 from darkroom.recipe.sections import OptimSettings, TrainSettings
-from darkroom.train.distributed.weights import CastWeights, Weights, attend_in_float32
 from darkroom.train.objective import Objective
-from darkroom.train.step import Step, choose_precision, micro_batches
+from darkroom.train.precision import attend_in_float32, choose_precision
+from darkroom.train.step import CastWeights, Step, Weights, make_weights, micro_batches
 
 B, C, SIDE, L, D = 8, 4, 8, 6, 16
 UNET = {
@@ -61,11 +61,10 @@ def make_step(micro_batch: int = B, dtype: torch.dtype = torch.float32, **optim:
     train = TrainSettings(steps=10, global_batch=B)
     return Step(
         Denoise(model.unet.train()),
-        {"unet": model.unet},
+        make_weights({"unet": model.unet}, dtype),
         train=train,
         optim=OptimSettings(lr=1e-3, **optim),
         micro_batch=micro_batch,
-        dtype=dtype,
     )
 
 

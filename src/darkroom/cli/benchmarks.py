@@ -112,7 +112,7 @@ def bench_train(
 @contextmanager
 def _job_of(recipe: Path, overrides: list[str]) -> Iterator[TrainingSetup]:
     """A recipe's job of these processes in a temporary folder. Raises what training it would raise."""
-    from darkroom.recipe.read import read_recipe
+    from darkroom.recipe.recipe import read_recipe
     from darkroom.train.distributed.ranks import joined
     from darkroom.train.jobs import Pinned
     from darkroom.train.setup import make_job

@@ -185,7 +185,7 @@ def _verified(path: Path, purge: bool, trust: Path | None, as_json: bool) -> Any
     """What was found in a store, a picture, or what is signed."""
     from darkroom import data
     from darkroom.models.signing import signature_of, verify_signature
-    from darkroom.recipe.read import RECIPE_SUFFIXES
+    from darkroom.recipe.recipe import RECIPE_SUFFIXES
 
     signed = signature_of(path).is_file()
     if path.is_dir() and not signed and not (path / "model_index.json").is_file():

@@ -256,7 +256,7 @@ def _limits(said: dict[str, Any]) -> Limits:
 def _limits_file(path: Path) -> dict[str, Any]:
     import yaml
 
-    from darkroom.recipe.read import parse_yaml, yaml_fault
+    from darkroom.recipe.yaml_text import parse_yaml, yaml_fault
 
     try:
         content = parse_yaml(read_typed(path), max_nodes=MOST_LIMITS)

@@ -131,7 +131,7 @@ def train(
                 "--plan with --from", mend="write the recipe first: darkroom recipe --from kohya"
             )
         return plan_here(recipe, overrides or [], as_json)
-    from darkroom.recipe.read import read_sweep
+    from darkroom.recipe.recipe import read_sweep
 
     # What starts processes that train does not itself import what they need.
     place = out or Path("runs") / recipe.stem
@@ -313,7 +313,7 @@ def export(
     """
     from darkroom import models
     from darkroom.models import signing
-    from darkroom.recipe.read import RECIPE_SUFFIXES, copy_recipe
+    from darkroom.recipe.recipe import RECIPE_SUFFIXES, copy_recipe
 
     if sign is not None:
         signing.check_private_key(sign)

@@ -18,8 +18,9 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -272,6 +273,60 @@ class Loader:
         blocks = [self._cache.get(number) for number in firsts]
         starts = [self._order.block(number)[0] for number in firsts]
         return blocks, [indices[a:b] - start for (a, b), start in zip(pairwise(bounds), starts, strict=True)]
+
+
+@contextmanager
+def open_batches(
+    sources: Sequence[tuple[Store, SampleOrder, ReadSettings]],
+    k: int,
+    *,
+    end: int,
+    rank: int = 0,
+    world_size: int = 1,
+    workers: int = 2,
+    ahead: int = 4,
+    pin_memory: bool = False,
+) -> Iterator[Iterator[Mapping[str, Any]]]:
+    """The columns of global batches from step `k` on, each rank its slice; of two sources rows of both by
+    turns. Loaders, one a source, end on leaving; arguments as `Loader` takes them.
+    """
+    with ExitStack() as stack:
+        loaders = [
+            stack.enter_context(
+                Loader(
+                    store,
+                    order,
+                    read=read,
+                    start=k,
+                    end=end,
+                    rank=rank,
+                    world_size=world_size,
+                    workers=workers,
+                    ahead=ahead,
+                    pin_memory=pin_memory,
+                )
+            )
+            for store, order, read in sources
+        ]
+        if len(loaders) == 1:
+            yield (batch.columns for batch in loaders[0])
+        else:
+            yield (_interleaved(one.columns, other.columns) for one, other in zip(*loaders, strict=True))
+
+
+def _interleaved(subject: Mapping[str, Any], prior: Mapping[str, Any]) -> dict[str, Any]:
+    """Rows of both by turns, and `is_prior` [2B] that tells them apart."""
+    mixed: dict[str, Any] = {}
+    for name, one in subject.items():
+        other = prior.get(name)
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            mixed[name] = torch.stack([one, other], dim=1).flatten(0, 1)
+        else:
+            pairs = zip(one, other or [None] * len(one), strict=True)
+            mixed[name] = [value for pair in pairs for value in pair]
+    count = len(next(iter(subject.values())))
+    mixed["is_prior"] = torch.tensor([False, True]).repeat(count)
+    return mixed
 
 
 # ---- what a batch is made of

@@ -18,8 +18,7 @@ from darkroom.errors import InputError
 from darkroom.hardware import machine
 from darkroom.hardware.machine import versions
 from darkroom.measure.timing import Measurement, _commit, append_csv, read_csv
-from darkroom.recipe.read import make_recipe
-from darkroom.recipe.recipe import Recipe
+from darkroom.recipe.recipe import Recipe, make_recipe
 
 TASKS = {
     "full": "finetune",

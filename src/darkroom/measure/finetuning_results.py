@@ -267,7 +267,7 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
 
 def _open(content: Mapping[str, Any], folder: Path) -> tuple[int, Any, dict[str, Any]]:
     """Memory held before, the job, and one batch of its inputs."""
-    from darkroom.recipe.read import make_recipe
+    from darkroom.recipe.recipe import make_recipe
     from darkroom.train.jobs import Pinned
     from darkroom.train.setup import make_job
 

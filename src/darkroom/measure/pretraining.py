@@ -26,7 +26,8 @@ from darkroom.models.compiling import compile_blocks, compile_whole
 from darkroom.recipe.sections import OptimSettings, TrainSettings
 from darkroom.train.objective import FlowObjective, Objective, make_objective
 from darkroom.train.optim import Optimiser
-from darkroom.train.step import DTYPES, Step
+from darkroom.train.precision import DTYPES
+from darkroom.train.step import Step, make_weights
 
 SWITCHES = ("bf16", "channels_last", "fused_adamw", "compile", "compile_regional", "checkpointing")
 LADDER: tuple[str, ...] = ("plain", "bf16", "bf16,channels_last", "bf16,channels_last,fused_adamw")
@@ -84,11 +85,10 @@ class SwitchedStep:
         self.task = _Loss(self.unet, make_objective(model.scheduler, device=device))
         self.step = Step(
             self.task,
-            {"unet": self.unet},
+            make_weights({"unet": self.unet}, DTYPES[self.precision]),
             train=TrainSettings(steps=10**6, global_batch=1),
             optim=OptimSettings(clip_norm=None, lr=1e-6),
             micro_batch=MOST_ROWS,
-            dtype=DTYPES[self.precision],
         )
         if "fused_adamw" not in switches:
             groups = [

@@ -22,7 +22,7 @@ from darkroom.errors import InputError
 from darkroom.hardware.machine import environment
 from darkroom.hardware.memory import PeakMemory
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
-from darkroom.recipe.read import read_recipe
+from darkroom.recipe.recipe import read_recipe
 from darkroom.recipe.rules import own_rate
 from darkroom.run import Run
 from darkroom.train.jobs import Pinned, TrainingSetup, flops_per_image

@@ -420,7 +420,7 @@ def estimate_run(
     Without `count` only counts that are kept from an earlier plan serve: counting takes 5 to 20 s.
     """
     from darkroom.hardware.machine import machine
-    from darkroom.recipe.read import recipe_of
+    from darkroom.recipe.recipe import recipe_of
 
     try:
         recipe = recipe_of(run.recipe, run.path)

@@ -17,7 +17,7 @@ from darkroom.plan.ask import ask_generate, ask_recipe_object, plans
 from darkroom.plan.jobs import MOST_ROWS, Plan
 from darkroom.plan.show import gb, hours, seconds, usd
 from darkroom.plan.targets import PlanRequest, Target, chosen_cards, fast_precision, here
-from darkroom.recipe.read import make_recipe
+from darkroom.recipe.recipe import make_recipe
 
 RESOLUTIONS = {"sd15": (256, 512, 768), "sd2": (256, 512, 768), "sdxl": (512, 768, 1024, 1536)}
 OWN = {"sd15": 512, "sd2": 768, "sdxl": 1024}

@@ -163,7 +163,7 @@ def read_phase(path: Path, overrides: Sequence[str], phase: int | None) -> tuple
     """A recipe, or one of its phases with the recipe's own model: its weights do not matter here; with notes
     on what stands in for parts that are not there yet.
     """
-    from darkroom.recipe.read import read_recipe
+    from darkroom.recipe.recipe import read_recipe
 
     recipe = read_recipe(path, overrides)
     model, notes = _stood_in(recipe.model, path.parent)
@@ -207,7 +207,7 @@ def _to_be_made(ref: str) -> bool:
 
 def _model_of(ref: str, folder: Path) -> ModelSettings | None:
     """The model of the recipe that makes a run's model, with what stands in; None without one."""
-    from darkroom.recipe.read import read_recipe
+    from darkroom.recipe.recipe import read_recipe
 
     parts = Path(ref).parts
     file = folder / f"{parts[-2]}.yaml" if len(parts) > 1 and parts[-1] == "model" else None

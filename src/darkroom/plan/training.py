@@ -40,8 +40,8 @@ from darkroom.train.block_swap import swap_of
 from darkroom.train.data.local_dataset import has_own_store
 from darkroom.train.data.precomputed import PREPARED_PIXELS
 from darkroom.train.distributed.ddp_fsdp import blocks_of
-from darkroom.train.distributed.weights import cast
 from darkroom.train.memory import LEAST_BYTES, packed_weights
+from darkroom.train.precision import cast
 from darkroom.train.tasks.diffusion import ENCODED_PIXELS, SIZES, Diffusion, Task
 from darkroom.train.tasks.distill import DistributionMatching
 

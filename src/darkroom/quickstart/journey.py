@@ -226,7 +226,7 @@ class Journey:
         return self._train("pretrain", self.run, (*named, *self.scale.pretrain))
 
     def _train(self, recipe: str, run: Path, overrides: tuple[str, ...]) -> Path:
-        from darkroom.recipe.read import read_recipe
+        from darkroom.recipe.recipe import read_recipe
         from darkroom.train.run import train
 
         seeds = (f"train.seed={self.seed}", f"model.seed={self.seed}")

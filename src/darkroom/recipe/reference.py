@@ -13,8 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 from darkroom.errors import InputError
-from darkroom.recipe.read import defaults_of
-from darkroom.recipe.recipe import Recipe
+from darkroom.recipe.recipe import Recipe, defaults_of
 from darkroom.recipe.sections import OptimSettings, Task
 
 REQUIRED = "required"

@@ -12,10 +12,20 @@ from darkroom.picture_settings import GenerateSettings, Hires
 from darkroom.sample import optimisations
 from darkroom.sample.adapters import Named, read_tags
 from darkroom.sample.backends import open_backend
-from darkroom.sample.backends.backend import Backend, unet_call
+from darkroom.sample.backends.backend import Backend
 from darkroom.sample.choice import default_solver, make_table, solvers_of
 from darkroom.sample.control import Control
-from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch, StepState, Unet, advance, denoise
+from darkroom.sample.denoise import (
+    Condition,
+    KnownPart,
+    Row,
+    RunningBatch,
+    StepState,
+    Unet,
+    advance,
+    denoise,
+    unet_call,
+)
 from darkroom.sample.generate import Generation, generate
 from darkroom.sample.pictures import Picture, decode, make_grid, prompt_in, read_parameters, save_pictures
 from darkroom.sample.prompt_files import cells, expand, read_axes, read_prompts

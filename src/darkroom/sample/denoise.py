@@ -10,6 +10,7 @@ Shapes: B rows, G of them guided, C H W latents, L tokens, D text width, P steps
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from darkroom.hardware.accelerator import new_tensor, to_device
-from darkroom.models.adapters.bank import Choice, lay_out, take_rows
+from darkroom.models.adapters.bank import SLOTS, WEIGHTS, Choice, lay_out, rows_of, take_rows
+from darkroom.models.control import take_residuals
 from darkroom.sample.solvers import (
     CLIP_RANGE,
     CLIPPED,
@@ -436,3 +438,33 @@ def advance(unet: Unet, rows: Sequence[Row]) -> None:
     batch = RunningBatch(rows)
     batch.advance(unet)
     batch.unpack()
+
+
+def unet_call(unet: Any) -> Unet:
+    """A diffusers U-Net as the denoising loop calls it, in the precision of its weights.
+
+    Where rows have adapters, the bank that the U-Net is in applies them.
+    """
+    dtype = next(unet.parameters()).dtype
+
+    def call(
+        x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """[B, C, h, w] to [B, C, h, w] in the model's precision, with adapters and added states."""
+        added = dict(added)
+        guidance = added.pop("timestep_cond", None)
+        slots, weights = added.pop(SLOTS, None), added.pop(WEIGHTS, None)
+        residuals = take_residuals(added)
+        with nullcontext() if slots is None else rows_of(unet).applied(slots, weights):
+            out: torch.Tensor = unet(
+                x.to(dtype),
+                t,
+                encoder_hidden_states=text,
+                timestep_cond=guidance,
+                added_cond_kwargs=added or None,
+                return_dict=False,
+                **residuals,
+            )[0]
+        return out
+
+    return call

@@ -23,7 +23,7 @@ another shape catches it itself. A body that a pydantic model refuses becomes a 
 Every path needs a key where the server has keys, unless it is one of `app.OPEN_PATHS`.
 
 `request` says what a picture request may hold. `engine/` owns the models (`engine.pool`: loaded by name) and
-forms the batch anew at each step, with `fairness` choosing who is next. `jobs/` keeps jobs and their
+forms the batch anew at each step, with `engine.tickets` choosing who is next. `jobs/` keeps jobs and their
 pictures; `jobs.core` joins the two. `shared_queue` makes one server of several on a database. `hooks` are the
 operator's own functions, `metrics` counts, and `api.app` runs the server until it is stopped.
 """

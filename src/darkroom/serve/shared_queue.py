@@ -13,18 +13,17 @@ import json
 import logging
 import time
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import sqlalchemy as sql
 from sqlalchemy.dialects import postgresql, sqlite
 
 from darkroom.errors import InputError
-from darkroom.serve.engine.fairness import Shares
 from darkroom.serve.jobs.active import ActiveJobs, Backlog
 from darkroom.serve.jobs.events import job_of_record
 from darkroom.serve.jobs.results import FILES, Files, PictureFiles, Results
@@ -487,3 +486,59 @@ def open_sharing(settings: ServeSettings, store: JobStore, active_jobs: ActiveJo
     owner = f"{settings.name}/{uuid.uuid4().hex}"
     leases = Leases(store, owner, settings.lease_s, settings.limits.shares)
     return Sharing(leases, active_jobs, settings.patience_s)
+
+
+# ---- whose job is next
+
+
+class Waits(Protocol):
+    """A job that waits: whose it is, and its work."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def work(self) -> float: ...
+
+
+W = TypeVar("W", bound=Waits)
+
+
+class Shares:
+    """What `FairQueue` promises, of jobs that are looked up anew each time: whose key had least work is next.
+
+    A key that comes to those that wait starts level with who had least of them (Goyal, Vin & Cheng 1996).
+    """
+
+    def __init__(self, shares: Mapping[str, int] | None = None) -> None:
+        self._had: dict[str, float] = {}
+        self._shares = shares or {}
+
+    def begin(self, keys: Iterable[str]) -> None:
+        """These are the keys that have jobs waiting now."""
+        waiting = dict.fromkeys(keys)
+        least = min((self._had[key] for key in waiting if key in self._had), default=0.0)
+        self._had = {key: self._had.get(key, least) - least for key in waiting}
+
+    def in_turn(self, items: Iterable[W]) -> list[W]:
+        """Jobs in the order in which they are to be given; those of one key keep theirs."""
+        lines: dict[str, deque[W]] = {}
+        for item in items:
+            lines.setdefault(item.key, deque()).append(item)
+        had, order = {key: self._had.get(key, 0.0) for key in lines}, []
+        while lines:
+            key = min(lines, key=lambda key: had[key])
+            item = lines[key].popleft()
+            had[key] += _at_least_some(item) / self._shares.get(key, 1)
+            order.append(item)
+            if not lines[key]:
+                del lines[key]
+        return order
+
+    def give(self, item: Waits) -> None:
+        """A job was given."""
+        share = self._shares.get(item.key, 1)
+        self._had[item.key] = self._had.get(item.key, 0.0) + _at_least_some(item) / share
+
+
+def _at_least_some(item: Waits) -> float:
+    return max(1.0, item.work)

@@ -12,8 +12,9 @@ import torch
 from darkroom.errors import InputError
 from darkroom.models.upscaler import Upscalers
 from darkroom.serve.engine.loader import Embeddings, used_bytes
+from darkroom.serve.engine.loop import Loop
 from darkroom.serve.engine.pool import ModelPool, ServedModel
-from darkroom.serve.engine.tickets import AdapterCard, Loop
+from darkroom.serve.engine.tickets import AdapterCard
 from darkroom.serve.request import Refused
 from darkroom.serve.settings import ServeSettings
 

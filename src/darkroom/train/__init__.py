@@ -1,6 +1,6 @@
 """Training: the objective, one optimiser step, averaged weights, checkpoints, and the loop around them.
 
-`train` starts a run or goes on with one; `export` writes a model from a run's checkpoint. `job` checks a
+`train` starts a run or goes on with one; `export` writes a model from a run's checkpoint. `setup` checks a
 recipe and puts together what trains it, `trainer` is the loop, `tasks` say what is trained, `step` is the
 bare optimiser step. The settings stand next to what they set, in files that import little.
 """

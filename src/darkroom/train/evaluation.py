@@ -20,10 +20,9 @@ from darkroom.recipe.sections import SamplePrompt, SampleSettings
 from darkroom.run import PROMPTS, Run
 from darkroom.train.checkpoint.format import Checkpoint
 from darkroom.train.distributed.ranks import HangWatchdog
-from darkroom.train.distributed.weights import Weights, held_rows
 from darkroom.train.jobs import Say, TrainingSetup
 from darkroom.train.memory import laid_aside
-from darkroom.train.step import micro_batches
+from darkroom.train.step import Weights, held_rows, micro_batches
 from darkroom.train.tasks.autoencoder import Autoencoder, LearnTinyVae
 from darkroom.train.tracking import Tracker
 

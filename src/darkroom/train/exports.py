@@ -41,8 +41,8 @@ from darkroom.models.reference import is_hub_id
 from darkroom.run import ENVIRONMENT, Run
 from darkroom.train.data.feed import SET, select_rows, times_of
 from darkroom.train.data.local_dataset import class_store_path, has_own_store, open_store, store_path
-from darkroom.train.distributed.weights import cast, forget
 from darkroom.train.model import build_model, no_captions
+from darkroom.train.precision import cast
 from darkroom.train.tasks.autoencoder import TinyVaeModel
 from darkroom.train.tasks.extractor import ExtractorModel, build_extractor
 from darkroom.train.tasks.lora import START, adapter_of, read_noted_start
@@ -278,7 +278,7 @@ def push(
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    from darkroom.recipe.read import recipe_of
+    from darkroom.recipe.recipe import recipe_of
 
     opened = Run.open(run)
     recipe = recipe_of(opened.recipe, opened.path)
@@ -510,3 +510,10 @@ def _write_model(model: Model, values: Values, measured: Mapping[str, float], pa
         model.write(path)
     else:
         models.save(model, path)
+
+
+def forget(module: torch.nn.Module) -> None:
+    """Give back the memory of a module's weights; it cannot be used any more."""
+    for inner in module.modules():
+        for name in [name for name, _ in inner.named_parameters(recurse=False)]:
+            inner.register_parameter(name, None)

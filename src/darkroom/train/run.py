@@ -20,8 +20,7 @@ from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
 from darkroom.recipe.fine_tuning import SUBJECT_TASKS
 from darkroom.recipe.kohya import refuse_foreign_state
-from darkroom.recipe.read import read_sweep, recipe_of
-from darkroom.recipe.recipe import Recipe
+from darkroom.recipe.recipe import Recipe, read_sweep, recipe_of
 from darkroom.recipe.sections import BudgetSettings, CheckpointSettings, DataSettings
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint

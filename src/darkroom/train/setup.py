@@ -70,6 +70,7 @@ from darkroom.train.data.local_dataset import (
     open_pinned,
 )
 from darkroom.train.data.precomputed import prepare_own, stored_latents, stored_masks, stored_text
+from darkroom.train.distributed.ddp_fsdp import share_weights
 from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.jobs import (
     Pinned,
@@ -90,8 +91,9 @@ from darkroom.train.memory import (
 )
 from darkroom.train.model import build_model
 from darkroom.train.objective import Objective, make_objective
+from darkroom.train.precision import DTYPES, choose_precision
 from darkroom.train.scores import Scores
-from darkroom.train.step import DTYPES, Step, choose_precision, micro_batches
+from darkroom.train.step import Step, make_weights, micro_batches
 from darkroom.train.tasks.autoencoder import Autoencoder, LearnTinyVae, TinyVaeModel
 from darkroom.train.tasks.diffusion import SIZES, Columns, Diffusion, Preference, Reading, Task
 from darkroom.train.tasks.distill import Distillation, DistributionMatching
@@ -364,18 +366,19 @@ def bare_step(
         if (swap := swap_of(module)) is not None:
             swap.pin()
     _compile(task, train)
+    if ranks.size == 1:
+        weights = make_weights(task.modules, dtype)
+    else:
+        weights = share_weights(task.modules, dtype, ranks, shard, reduce)
     return Step(
         task,
-        task.modules,
+        weights,
         train=train,
         optim=optim,
         micro_batch=micro_batch,
-        dtype=dtype,
         rates=task.rates,
         rows_a_picture=task.rows_a_picture,
-        ranks=ranks,
-        shard=shard,
-        reduce=reduce,
+        processes=ranks.size,
     )
 
 

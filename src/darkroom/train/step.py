@@ -1,5 +1,9 @@
 """One optimiser step: micro-batches forward and backward, clipping, the optimiser. `measure` times it bare.
 
+And what it trains, `Weights`: float32 masters, and the modules that compute with them in their own or a
+smaller precision. In bf16 and fp16 the modules hold rounded copies of the masters: cast once a step, not once
+a forward pass as autocast does. Gradients are added up in float32.
+
 Shapes: B rows of the global batch, b of a micro-batch.
 """
 
@@ -7,18 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from darkroom import models
-from darkroom.errors import RecipeError, is_out_of_memory
+from darkroom.errors import CheckpointError, is_out_of_memory
 from darkroom.hardware import accelerator
-from darkroom.recipe.sections import OptimSettings, Precision, TrainSettings
-from darkroom.train.distributed.ranks import ALONE, Ranks
-from darkroom.train.distributed.weights import Weights, make_weights
+from darkroom.recipe.sections import OptimSettings, TrainSettings
 from darkroom.train.optim import (
     Ema,
     Optimiser,
@@ -28,13 +30,10 @@ from darkroom.train.optim import (
     make_optimiser,
     parameter_groups,
 )
+from darkroom.train.precision import attend_in_float32, cast
 
-DTYPES: dict[Precision, torch.dtype] = {
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-
+if TYPE_CHECKING:
+    from darkroom.train.checkpoint.format import Saved
 
 Inputs = Mapping[str, Tensor]
 
@@ -61,40 +60,32 @@ class Step:
 
     Calling it with the number k of the step (from 0) and a global batch's inputs trains once. Nothing in it
     waits for the device. `micro_batch` pictures are computed at a time, of `rows_a_picture` rows each; the
-    result is the mean over the global batch whatever it is, up to rounding.
+    result is the mean over the global batch whatever it is, up to rounding. `processes` share it, each with
+    its rows.
     """
 
     def __init__(
         self,
         task: Loss,
-        modules: Mapping[str, nn.Module],
+        weights: Weights,
         *,
         train: TrainSettings,
         optim: OptimSettings,
         micro_batch: int,
-        dtype: torch.dtype,
         rates: Mapping[str, float] | None = None,
         rows_a_picture: int = 1,
-        ranks: Ranks = ALONE,
-        shard: str = "grads",
-        reduce: torch.dtype = torch.float32,
+        processes: int = 1,
     ) -> None:
-        self.task, self._train, self._optim = task, train, optim
+        self.task, self.weights, self._train, self._optim = task, weights, train, optim
         # Tasks whose steps are of several kinds are given which one it is.
         self._begin: Callable[[int], None] = getattr(task, "begin", lambda k: None)
         self._limit: Callable[[Mapping[str, Tensor]], None] = getattr(task, "limit", lambda masters: None)
         self._rows_a_picture = rows_a_picture
         self.set_micro_batch(micro_batch)
-        self._size = ranks.size
+        self._size = processes
         # Of several ranks one alone must not make other passes than the rest.
-        self._may_shrink = train.micro_batch == "auto" and ranks.size == 1 and not optim.fused_backward
-        if ranks.size == 1:
-            self.weights: Weights = make_weights(modules, dtype)
-        else:
-            from darkroom.train.distributed.ddp_fsdp import share_weights
-
-            self.weights = share_weights(modules, dtype, ranks, shard, reduce)
-        peaks = dict.fromkeys(modules, optim.lr) | dict(rates or {})
+        self._may_shrink = train.micro_batch == "auto" and processes == 1 and not optim.fused_backward
+        peaks = dict.fromkeys(weights.modules, optim.lr) | dict(rates or {})
         groups = parameter_groups(self.weights.masters, peaks, optim.weight_decay, optim)
         if optim.fused_backward:
             self._fuse(make_each(groups, optim))
@@ -103,7 +94,7 @@ class Step:
         self.ema = Ema(self.weights.masters, train.ema)
         device = next(iter(self.weights.masters.values())).device
         # bf16 has float32's range; fp16's gradients vanish unless the loss is scaled up.
-        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=weights.dtype == torch.float16)
 
     def set_micro_batch(self, pictures: int) -> None:
         """Compute so many pictures at a time from now on: what is learned is the same, up to rounding."""
@@ -264,21 +255,6 @@ def _step_seed(seed: int, k: int) -> int:
     return (seed * 0x9E3779B97F4A7C15 + k * 0xBF58476D1CE4E5B9 + 1) % 2**63
 
 
-def choose_precision(asked: Precision | Literal["auto"], device: torch.device) -> tuple[Precision, str]:
-    """The precision to compute in, and why; RecipeError for float16 where it does not train."""
-    if asked == "fp16" and device.type == "cpu":
-        raise RecipeError(
-            "train.precision", "fp16 on a CPU, about five times slower than float32", mend="use bf16 or auto"
-        )
-    name, why = models.choose_precision(asked, device)
-    if name == "fp16" and not accelerator.kind_of(device).scaler:
-        needs = "PyTorch's gradient scaler needs float64"
-        if asked == "auto":
-            return "float32", f"{why}, and for fp16 {needs}"
-        raise RecipeError("train.precision", f"fp16 on {device.type}: {needs}", mend="use bf16 or auto")
-    return cast(Precision, name), why
-
-
 def lr_factor(k: int, steps: int, settings: OptimSettings) -> float:
     """The learning rate of step k (from 0) of `steps`, as a share of the peak.
 
@@ -348,3 +324,193 @@ def clipped_step(
             del inner.grad_scale  # type: ignore[attr-defined]
             if odd is not None:
                 del inner.found_inf  # type: ignore[attr-defined]
+
+
+# ---- what is trained
+
+
+class Weights:
+    """Trained modules in float32: their own parameters are the masters.
+
+    `masters` are all trained parameters by `<part>.<name>`, in a fixed order.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.modules = dict(modules)
+        self.computing = {
+            f"{part}.{name}": param
+            for part, module in modules.items()
+            for name, param in module.named_parameters()
+            if param.requires_grad
+        }
+        self.masters: dict[str, Tensor] = dict(self.computing)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the modules compute in."""
+        return torch.float32
+
+    gradient_scale = 1.0
+    """What a loss is multiplied with because gradients come back divided by it."""
+
+    @property
+    def parts(self) -> Mapping[str, tuple[int, int]]:
+        """Of masters that are only some rows of a weight: the first row, and of how many in all."""
+        return {}
+
+    def expect(self, *, last: bool) -> None:
+        """A micro-batch's backward pass follows, the `last` of its step or not."""
+
+    def collect(self, *, first: bool) -> None:
+        """Take up the gradients of a micro-batch; `first` of its step starts a new sum."""
+
+    def exchange(self) -> None:
+        """All micro-batches are through: make the masters' gradients those of the global batch."""
+
+    def norm(self, own: Tensor) -> Tensor:
+        """The norm of all gradients, of that of the gradients held here."""
+        return own
+
+    def publish(self) -> None:
+        """Let the modules compute with what the masters are now."""
+
+    def on_gradient(self, take: Callable[[Tensor], None]) -> None:
+        """Call `take(master)` when a master has its gradient, inside the backward pass; then forget it."""
+
+        def taken(param: Tensor) -> None:
+            take(param)
+            param.grad = None
+
+        for param in self.computing.values():
+            param.register_post_accumulate_grad_hook(taken)  # type: ignore[no-untyped-call]
+
+    def clear_gradients(self) -> None:
+        """Forget the step's gradients."""
+        for param in self.masters.values():
+            param.grad = None
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Set the masters, by name; CheckpointError where they are another model's."""
+        odd = sorted(values.keys() ^ self.masters.keys())
+        odd += [
+            name
+            for name, param in self.masters.items()
+            if name not in odd and values[name].shape != param.shape
+        ]
+        if odd:
+            raise CheckpointError(
+                f"the checkpoint is of another model: {odd[0]} differs, and {len(odd) - 1} more"
+            )
+        with torch.no_grad():
+            for name, param in self.masters.items():
+                param.copy_(values[name])
+        self.publish()
+
+    @contextmanager
+    def showing(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within, the modules hold these values (the averaged weights) instead of the masters."""
+        trained = {name: param.data for name, param in self.masters.items()}
+        for name, param in self.masters.items():
+            param.data = values[name].to(param.device)
+        try:
+            yield
+        finally:
+            for name, param in self.masters.items():
+                param.data = trained[name]
+
+
+class CastWeights(Weights):
+    """Trained modules in bf16 or fp16, with float32 masters."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
+        masters = Weights(modules).masters
+        kept = {name: param.detach().to(torch.float32, copy=True) for name, param in masters.items()}
+        for master in kept.values():
+            master.requires_grad_()
+        for module in modules.values():
+            cast(module, dtype)
+        super().__init__(modules)
+        self.masters = kept
+        self._dtype = dtype
+        self._pairs = [(self.masters[name], param) for name, param in self.computing.items()]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def collect(self, *, first: bool) -> None:
+        """Add the gradients of the computing copies to those of the float32 masters."""
+        pairs = [(master, param) for master, param in self._pairs if param.grad is not None]
+        if first and len(pairs) < len(self._pairs):
+            super().clear_gradients()  # of last step's, where this one has none
+        for master, _ in pairs:
+            if master.grad is None:
+                master.grad = torch.empty_like(master, memory_format=torch.preserve_format)
+        ups = [master.grad for master, _ in pairs if master.grad is not None]
+        grads = [param.grad for _, param in pairs if param.grad is not None]
+        if first:
+            torch._foreach_copy_(ups, grads)
+        else:
+            torch._foreach_add_(ups, grads)
+        for _, param in pairs:
+            param.grad = None
+
+    def on_gradient(self, take: Callable[[Tensor], None]) -> None:
+        """Call `take` with each master as soon as its gradient is there."""
+        masters: dict[Tensor, Tensor] = {param: master for master, param in self._pairs}
+
+        def taken(param: Tensor) -> None:
+            """Step a parameter's master as soon as its gradient is there, and drop both gradients."""
+            assert param.grad is not None
+            master = masters[param]
+            master.grad, param.grad = param.grad.float(), None
+            take(master)
+            master.grad = None
+            with torch.no_grad():
+                param.copy_(master)
+
+        for param in self.computing.values():
+            param.register_post_accumulate_grad_hook(taken)  # type: ignore[no-untyped-call]
+
+    def publish(self) -> None:
+        self._show([master for master, _ in self._pairs])
+
+    def clear_gradients(self) -> None:
+        """Nothing to do: the next step's first micro-batch writes over them."""
+
+    @contextmanager
+    def showing(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within, the modules have these values instead of the weights."""
+        self._show([values[name] for name in self.computing])
+        try:
+            yield
+        finally:
+            self.publish()
+
+    def _show(self, values: list[Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_([param for _, param in self._pairs], values)
+
+
+def make_weights(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> Weights:
+    """The trained modules' weights, for a precision to compute in."""
+    if dtype == torch.float32:
+        return Weights(modules)
+    for module in modules.values():
+        if next(module.parameters()).device.type == "cpu":
+            attend_in_float32(module)
+    return CastWeights(modules, dtype)
+
+
+def held_rows(saved: Saved, weights: Weights) -> Mapping[str, Tensor]:
+    """Of a checkpoint's tensors, what this process holds of each."""
+    if not weights.parts:
+        return saved
+    if odd := sorted({name.rpartition("/")[0] or name for name in saved} - weights.computing.keys()):
+        raise CheckpointError(f"the checkpoint is of another model: {odd[0]} differs")
+    found = {}
+    for name in saved:
+        weight = name.rpartition("/")[0] or name
+        if weight in weights.masters:
+            found[name] = saved.rows(name, weights.parts[weight][0], len(weights.masters[weight]))
+    return found

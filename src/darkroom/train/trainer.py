@@ -24,13 +24,12 @@ from darkroom.train.checkpoint.format import Checkpoint
 from darkroom.train.checkpoint.saver import Saver
 from darkroom.train.checkpoint.storage import LocalPlace, newest, place_of
 from darkroom.train.distributed.ranks import ALONE, Agreement, HangWatchdog, Ranks, StopRequest
-from darkroom.train.distributed.weights import held_rows
 from darkroom.train.evaluation import KIND as BEST
 from darkroom.train.evaluation import Best, Evaluator
 from darkroom.train.exports import Exporter
 from darkroom.train.jobs import COUNT_AFTER_S, Say, TrainingSetup, flops_per_image, projected, utilisation
 from darkroom.train.optim import optimiser_numbers, optimiser_tensors, restore_optimiser
-from darkroom.train.step import StepResult
+from darkroom.train.step import StepResult, held_rows
 from darkroom.train.tracking import Tracker
 
 BILL_EVERY_S = 10.0  # what a killed process's bill may lack

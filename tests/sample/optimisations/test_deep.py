@@ -9,8 +9,7 @@ import torch
 
 from darkroom import sample
 from darkroom.errors import InputError
-from darkroom.sample import denoise
-from darkroom.sample.backends.backend import unet_call
+from darkroom.sample import denoise, unet_call
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Condition, Row
 from darkroom.sample.optimisations.steps import FeatureCache, Shallow

@@ -278,7 +278,7 @@ def test_a_trace_is_made_anew_where_adapters_change_other_layers(tiny):
     backend = sample.open_backend("torch", copy.deepcopy(tiny), optimise="trace")
     unet = backend.model.unet
     x, text = torch.randn(2, 4, 8, 8, generator=drawn), torch.randn(2, 77, 64, generator=drawn)
-    plain, t = sample.backends.unet_call(unet), torch.tensor([500.0, 20.0])
+    plain, t = sample.unet_call(unet), torch.tensor([500.0, 20.0])
 
     def apart(*rows):
         """How far the traced call is from the plain one, and the plain one from that without adapters."""

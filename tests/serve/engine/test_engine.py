@@ -6,6 +6,7 @@ import io
 import random
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -231,7 +232,7 @@ def test_a_row_that_fails_alone_fails_alone(small):
 def test_cancelled_rows_are_free_at_the_next_step(small):
     steps = threading.Semaphore(0)
 
-    with Running(small, unet=released_by(steps), capacity=2) as running:
+    with Running(small, unet=released_by(steps), capacity=2, lanes=1) as running:
         first = running.work("first", PictureRequest(prompt="a horse", seed=1, steps=50))
         second = running.work("second", PictureRequest(prompt="a horse", seed=2, steps=2))
         steps.release(3)
@@ -276,7 +277,7 @@ def test_padded_batches_give_the_same_pictures(small):
 
 
 def test_numbers_that_are_not_finite_fail_their_own_job_only(small):
-    with Running(small) as running:
+    with Running(small, lanes=1) as running:
         fine = running.work("fine", PictureRequest(prompt="a horse", seed=1, steps=40))
         sick = running.work("sick", PictureRequest(prompt="a horse", seed=2, steps=40))
         while sick.steps_done < 2:
@@ -318,7 +319,7 @@ def test_a_bad_adapter_fails_its_own_job_and_is_refused_by_name_afterwards(small
 def test_a_size_fills_its_own_calls_while_another_one_waits(small):
     steps = threading.Semaphore(0)
 
-    with Running(small, unet=released_by(steps), capacity=2) as running:
+    with Running(small, unet=released_by(steps), capacity=2, lanes=1) as running:
         square = [running.work(f"s{i}", PictureRequest(prompt="a", seed=i, steps=99)) for i in range(2)]
         wide = running.work("wide", PictureRequest(prompt="a", seed=9, steps=3, width=48, height=32))
         while wide.started_s is None:  # sizes are admitted between steps
@@ -335,7 +336,7 @@ def test_a_size_fills_its_own_calls_while_another_one_waits(small):
 def test_all_sizes_together_stay_within_a_few_full_calls(small):
     steps = threading.Semaphore(0)
 
-    with Running(small, unet=released_by(steps), capacity=2) as running:
+    with Running(small, unet=released_by(steps), capacity=2, lanes=1) as running:
         sizes = [(32, 32), (32, 16), (16, 32), (16, 16), (32, 48), (48, 32), (48, 48)]
         works = [
             running.work(f"{w}x{h}", PictureRequest(prompt="a", seed=1, steps=2, width=w, height=h))
@@ -449,6 +450,38 @@ def test_as_many_sizes_step_at_once_as_there_are_lanes(small, lanes):
         running.waiting.wait(3)
         assert set(running.waiting.over.values()) == {None}
     assert max(most) == lanes
+
+
+@pytest.mark.parametrize(("sizes", "lanes"), [(1, 2), (1, 1), (2, 2)])
+def test_one_size_steps_in_every_lane_that_no_other_wants(small, sizes, lanes):
+    """Its rows are shared out while it is alone, and one call again while another size waits."""
+    inside, seen, lock = Counter(), Counter(), threading.Lock()
+
+    def watched(unet):
+        def call(x, t, text, added):
+            with lock:
+                inside[x.shape[-1]] += 1
+                seen[x.shape[-1]] = max(seen[x.shape[-1]], inside[x.shape[-1]])
+            time.sleep(0.02)  # another half is in by now, or waits
+            made = unet(x, t, text, added)
+            with lock:
+                inside[x.shape[-1]] -= 1
+            return made
+
+        return call
+
+    with Running(small, unet=watched, lanes=lanes) as running:
+        requests = [PictureRequest(prompt="a", seed=i, steps=12, width=32, height=16) for i in range(4)]
+        if sizes > 1:  # first, and longer: the others are never alone
+            others = [PictureRequest(prompt="a", seed=i, steps=40, width=16, height=16) for i in range(4)]
+            requests = [*others, *requests]
+        works = [running.work(str(i), request) for i, request in enumerate(requests)]
+        running.waiting.wait(len(works))
+        assert set(running.waiting.over.values()) == {None}
+        assert seen[max(seen)] == (2 if lanes > sizes else 1)
+        # Whatever was shared out, each step's time is somebody's.
+        cost_s = sum(work.device_s for work in works)
+        assert cost_s == pytest.approx(running.engine.metrics.step_seconds._sum.get(), rel=1e-6)
 
 
 def test_who_comes_while_a_step_runs_is_admitted_at_once(small):

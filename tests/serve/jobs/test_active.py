@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from darkroom.serve.engine.loop import Admission
-from darkroom.serve.engine.tickets import EngineJob, Listener, Loop, Shape, Ticket
+from darkroom.serve.engine.loop import Admission, Loop
+from darkroom.serve.engine.tickets import EngineJob, Listener, Shape, Ticket
 from darkroom.serve.jobs import active
 from darkroom.serve.jobs.active import (
     LATE_S,

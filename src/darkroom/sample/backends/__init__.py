@@ -17,7 +17,7 @@ from darkroom import options
 from darkroom.errors import InputError
 from darkroom.models.model import NAMES
 from darkroom.options import BACKENDS
-from darkroom.sample.backends.backend import Backend, open_compiled, open_torch, torch_backend, unet_call
+from darkroom.sample.backends.backend import Backend, open_compiled, open_torch, torch_backend
 from darkroom.sample.backends.exported import ExportEngine, open_exported
 
 if TYPE_CHECKING:
@@ -73,4 +73,4 @@ def _engine(name: str) -> type[ExportEngine]:
     return OpenVino
 
 
-__all__ = ["BACKENDS", "Backend", "open_backend", "torch_backend", "unet_call"]
+__all__ = ["BACKENDS", "Backend", "open_backend", "torch_backend"]

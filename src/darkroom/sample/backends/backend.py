@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
 
-from darkroom.models.adapters.bank import SLOTS, WEIGHTS, rows_of
-from darkroom.models.control import take_residuals
-from darkroom.sample.denoise import Unet
+from darkroom.sample.denoise import Unet, unet_call
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -55,36 +52,6 @@ class Backend:
     """Why they were chosen, where `auto` chose."""
     guidance_interval: tuple[float, float] | None = None
     """Noise levels between which guidance is on."""
-
-
-def unet_call(unet: Any) -> Unet:
-    """A diffusers U-Net as the denoising loop calls it, in the precision of its weights.
-
-    Where rows have adapters, the bank that the U-Net is in applies them.
-    """
-    dtype = next(unet.parameters()).dtype
-
-    def call(
-        x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """[B, C, h, w] to [B, C, h, w] in the model's precision, with adapters and added states."""
-        added = dict(added)
-        guidance = added.pop("timestep_cond", None)
-        slots, weights = added.pop(SLOTS, None), added.pop(WEIGHTS, None)
-        residuals = take_residuals(added)
-        with nullcontext() if slots is None else rows_of(unet).applied(slots, weights):
-            out: torch.Tensor = unet(
-                x.to(dtype),
-                t,
-                encoder_hidden_states=text,
-                timestep_cond=guidance,
-                added_cond_kwargs=added or None,
-                return_dict=False,
-                **residuals,
-            )[0]
-        return out
-
-    return call
 
 
 def open_torch(

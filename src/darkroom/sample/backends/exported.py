@@ -30,9 +30,9 @@ from darkroom.hardware.system import atomic_replace, lock_file, remove_tree
 from darkroom.models.adapters.bank import ROWS
 from darkroom.models.folder import identity
 from darkroom.sample.backends import int8
-from darkroom.sample.backends.backend import Backend, Decode, unet_call
+from darkroom.sample.backends.backend import Backend, Decode
 from darkroom.sample.backends.shells import Shell, decoder_shell, look_alike, unet_shell
-from darkroom.sample.denoise import Unet
+from darkroom.sample.denoise import Unet, unet_call
 from darkroom.sample.pictures import decode
 
 if TYPE_CHECKING:

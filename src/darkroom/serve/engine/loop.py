@@ -5,19 +5,23 @@ pictures that wait are admitted while their load fits: load is U-Net evaluations
 of the model's own size. Each size has its own calls, and so its own capacity. On a CPU the steps are taken in
 lanes, several sizes at once, or halves of one size where no other waits, and the engine's thread is free
 meanwhile; on an accelerator it takes them itself. Text encoding and decoding are done aside (`aside`). A
-picture does not depend on who shares its steps.
+picture does not depend on who shares its steps. What the engine's threads report goes through `Loop`, the
+event loop as they and the core's coroutines use it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -27,10 +31,22 @@ from darkroom.sample.backends.backend import Backend
 from darkroom.sample.control import ControlledUnet
 from darkroom.sample.denoise import Unet, tensors_in
 from darkroom.serve.engine.batch import Aside, Between, Bucket, Stepped, Steps, bucket_of, padded
-from darkroom.serve.engine.fairness import Admits, Entry, FairQueue, LoadLimit, PendingPicture, admitted_after
 from darkroom.serve.engine.fixed_shapes import FixedDecode, FixedRows, FixedShapes
 from darkroom.serve.engine.runner import Studio
-from darkroom.serve.engine.tickets import GLANCE, EngineJob, Preview, Shape, Ticket, png_of
+from darkroom.serve.engine.tickets import (
+    GLANCE,
+    Admits,
+    EngineJob,
+    Entry,
+    FairQueue,
+    LoadLimit,
+    PendingPicture,
+    Preview,
+    Shape,
+    Ticket,
+    admitted_after,
+    png_of,
+)
 from darkroom.serve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -39,6 +55,7 @@ if TYPE_CHECKING:
     from darkroom.serve.engine.nets import Nets
 
 
+T = TypeVar("T")
 LOG = logging.getLogger("darkroom.serve")
 # How much older measurements weigh in the speed that waits are estimated from.
 MEMORY = 0.98
@@ -587,3 +604,88 @@ class Engine:
 def _load_of(entry: Entry, own_pixels: int) -> float:
     shape: Shape = entry.item.shape
     return shape.load(own_pixels)
+
+
+TICK_S = 0.03  # watchers get an event at most so often
+LOOK_S = 1.0  # and look by themselves so often
+
+
+class Loop:
+    """The event loop: tasks, calls from other threads, ticks for those who watch, and work that blocks in
+    threads; of use from `begin` on.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tick: asyncio.Future[None] | None = None
+        self._ticked_s = 0.0
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="darkroom-files")
+
+    def begin(self) -> None:
+        """In the event loop that all of this belongs to."""
+        self._loop = asyncio.get_running_loop()
+        self._tick = self._loop.create_future()
+
+    def end_tasks(self) -> None:
+        """Cancel what still runs."""
+        for task in list(self._tasks):
+            task.cancel()
+
+    def close(self) -> None:
+        """Wait for the threads."""
+        self._pool.shutdown(wait=True)
+
+    def soon(self, call: Callable[[], Any]) -> None:
+        """Call it in the loop, from any thread."""
+        with suppress(RuntimeError):  # the loop is closed: the job stays in the store
+            self._loop.call_soon_threadsafe(call)
+
+    def later(self, seconds: float, call: Callable[..., Any], *arguments: Any) -> asyncio.TimerHandle:
+        """Call it in the loop after so long."""
+        return self._loop.call_later(seconds, call, *arguments)
+
+    def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
+        """Run a coroutine as a task that is held on to."""
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """What blocks, in a thread."""
+        return await self._loop.run_in_executor(self._pool, call, *arguments)
+
+    async def in_daemon_thread(self, call: Callable[..., T], *arguments: Any) -> T:
+        """What may take minutes, in a thread of its own that the end of the process does not wait for."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # who waits may leave: the thread goes on until it is through
+
+        def run() -> None:
+            try:
+                future.set_result(call(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="darkroom-daemon", daemon=True).start()
+        return await asyncio.wrap_future(future)
+
+    # ---- ticks
+
+    def on_tick(self) -> None:
+        """On the engine's thread, after each step while somebody watches."""
+        now = time.monotonic()
+        if now - self._ticked_s > TICK_S:
+            self._ticked_s = now
+            self.soon(self.tick)
+
+    def tick(self) -> None:
+        """Something has changed: watchers look."""
+        if self._tick is not None and not self._tick.done():
+            self._tick.set_result(None)
+
+    async def next_tick(self, at_most_s: float = LOOK_S) -> None:
+        """Until something changes, or so long."""
+        if self._tick is None or self._tick.done():
+            self._tick = self._loop.create_future()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._tick), at_most_s)

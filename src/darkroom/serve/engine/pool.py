@@ -28,10 +28,10 @@ from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware import accelerator
 from darkroom.hardware.memory import give_back
 from darkroom.serve.engine import loader
-from darkroom.serve.engine.loop import Admission, Engine
+from darkroom.serve.engine.loop import Admission, Engine, Loop
 from darkroom.serve.engine.nets import names_of_nets
 from darkroom.serve.engine.shelf import scan
-from darkroom.serve.engine.tickets import EngineJob, Loop, Ticket
+from darkroom.serve.engine.tickets import EngineJob, Ticket
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import Refused
 from darkroom.serve.settings import ServeSettings

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from darkroom.bill import format_number
 from darkroom.serve.api.guard import ANONYMOUS
-from darkroom.serve.engine.tickets import TICK_S, EngineJob, Loop
+from darkroom.serve.engine.loop import TICK_S, Loop
+from darkroom.serve.engine.tickets import EngineJob
 from darkroom.serve.jobs.store import OverQuota, Record
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import Job, Refused, Uploads

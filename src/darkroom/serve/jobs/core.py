@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -17,8 +17,9 @@ import darkroom
 from darkroom.errors import DarkroomError, InputError, first_fault, is_system_failure
 from darkroom.serve import logs
 from darkroom.serve.engine import loader as opening
+from darkroom.serve.engine.loop import Engine, Loop
 from darkroom.serve.engine.pool import ModelPool
-from darkroom.serve.engine.tickets import EngineJob, Loop, Shape
+from darkroom.serve.engine.tickets import EngineJob, Shape
 from darkroom.serve.jobs import admission
 from darkroom.serve.jobs.active import ActiveJob, ActiveJobs, Backlog, Bench, Intake, over_quota
 from darkroom.serve.jobs.admission import new_record
@@ -31,10 +32,6 @@ from darkroom.serve.request import Event, Job, PictureRequest, Refused, StoredPi
 from darkroom.serve.settings import ServeSettings
 from darkroom.serve.shared_queue import Sharing, open_sharing, open_stores
 from darkroom.serve.status import Catalogue, Status, status_of
-
-if TYPE_CHECKING:
-    from darkroom.serve.engine.loop import Engine
-
 
 T = TypeVar("T")
 LOG = logging.getLogger("darkroom.serve")

@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from darkroom.serve.engine.tickets import EngineJob, Loop, Ticket
+from darkroom.serve.engine.loop import Loop
+from darkroom.serve.engine.tickets import EngineJob, Ticket
 from darkroom.serve.jobs.active import ActiveJob, ActiveJobs
 from darkroom.serve.jobs.store import Record
 from darkroom.serve.request import Event, EventKind, Job, PictureRequest, Refused

@@ -28,7 +28,8 @@ from darkroom.errors import DarkroomError, InputError, is_system_failure
 from darkroom.hardware.system import atomic_replace, lock_file, remove_file, remove_tree, sync_folder
 from darkroom.sample.provenance import Origin, Provenance
 from darkroom.serve import logs
-from darkroom.serve.engine.tickets import EngineJob, Loop
+from darkroom.serve.engine.loop import Loop
+from darkroom.serve.engine.tickets import EngineJob
 from darkroom.serve.hooks import Hooks, Withheld
 from darkroom.serve.jobs.active import ActiveJob, ActiveJobs
 from darkroom.serve.jobs.store import JOBS, METADATA, JobStore, Record, StorageError

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from darkroom.data.buckets import BucketIndex, listed_buckets
 from darkroom.data.images import ColourChange, buckets
-from darkroom.data.loader import Loader, ReadSettings
+from darkroom.data.loader import Loader, ReadSettings, open_batches
 from darkroom.data.mixing import MixedBucketOrder, MixedOrder, MixedRows, MixedStore
 from darkroom.data.order import BatchRows, BucketOrder, Ints, Order, OrderSettings, Rows, SampleOrder
 from darkroom.data.store import Store
@@ -151,34 +151,16 @@ def make_feed(
         sources += [(other, order, task.read) for other in others]
     else:
         sources += [(other, *_class_order(train, data, task, other, order)) for other in others]
-
-    @contextmanager
-    def feed(k: int) -> Iterator[Iterator[Columns]]:
-        """Batches from step `k` on, of all sources in turn; loaders end on leaving."""
-        with ExitStack() as stack:
-            loaders = [
-                stack.enter_context(
-                    Loader(
-                        source,
-                        order,
-                        read=read,
-                        start=k,
-                        end=train.steps,
-                        rank=ranks.rank,
-                        world_size=ranks.size,
-                        workers=data.workers,
-                        ahead=data.prefetch_batches,
-                        pin_memory=accelerator.kind_of(device).streams,
-                    )
-                )
-                for source, order, read in sources
-            ]
-            if len(loaders) == 1:
-                yield (batch.columns for batch in loaders[0])
-            else:
-                yield (interleaved(one.columns, other.columns) for one, other in zip(*loaders, strict=True))
-
-    return feed
+    return partial(
+        open_batches,
+        sources,
+        end=train.steps,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        workers=data.workers,
+        ahead=data.prefetch_batches,
+        pin_memory=accelerator.kind_of(device).streams,
+    )
 
 
 class _OrderSizedAs(Order):
@@ -206,21 +188,6 @@ def _class_order(
     update["prompt_column"] = None
     order = _OrderSizedAs(rows, like=subject, seed=seed, global_batch=train.global_batch)
     return order, task.read.model_copy(update=update)
-
-
-def interleaved(subject: Columns, prior: Columns) -> Columns:
-    """Rows of both by turns, and `is_prior` [2B] that tells them apart."""
-    mixed: dict[str, Any] = {}
-    for name, one in subject.items():
-        other = prior.get(name)
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            mixed[name] = torch.stack([one, other], dim=1).flatten(0, 1)
-        else:
-            pairs = zip(one, other or [None] * len(one), strict=True)
-            mixed[name] = [value for pair in pairs for value in pair]
-    count = len(next(iter(subject.values())))
-    mixed["is_prior"] = torch.tensor([False, True]).repeat(count)
-    return mixed
 
 
 def read_once(store: Store, rows: Rows, count: int, read: ReadSettings) -> Columns:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from darkroom.train.distributed.ranks import Ranks
-from darkroom.train.distributed.weights import CastWeights, Weights, attend_in_float32, device_of
+from darkroom.train.precision import attend_in_float32
+from darkroom.train.step import CastWeights, Weights
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -182,7 +183,7 @@ class ShardedWeights(Weights):
         reduce: torch.dtype = torch.float32,
     ) -> None:
         for module in modules.values():
-            if dtype != torch.float32 and device_of(module).type == "cpu":
+            if dtype != torch.float32 and next(module.parameters()).device.type == "cpu":
                 attend_in_float32(module)
             _shard_module(module, dtype, ranks, shard, reduce)
         super().__init__(modules)

@@ -10,8 +10,7 @@ import yaml
 
 from darkroom.errors import RecipeError
 from darkroom.recipe import make_recipe, read_recipe
-from darkroom.recipe.read import recipe_of
-from darkroom.recipe.recipe import with_new_names
+from darkroom.recipe.recipe import recipe_of, with_new_names
 
 GOOD = """
 task: pretrain

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
 
 import pytest
 
-from darkroom.serve.engine.fairness import Entry, FairQueue, LoadLimit, PendingPicture, Shares, admitted_after
+from darkroom.serve.engine.tickets import Entry, FairQueue, LoadLimit, PendingPicture, admitted_after
 
 
 def served(queue: FairQueue, count: int) -> list[Entry]:
@@ -177,50 +176,12 @@ def test_turns_that_found_no_room_are_saved_up_for_two_turns_at_most():
     assert 10 < max(runs) <= 20
 
 
-def test_shares_start_a_new_key_level_and_count_every_job():
-    """The twin of the queue for several servers: who had the least work is next."""
-
-    @dataclass
-    class Job:
-        key: str
-        work: float
-
-    shares = Shares()
-    shares.begin(["old", "other"])
-    for _ in range(5):
-        shares.give(Job("old", 4.0))
-        shares.give(Job("other", 3.0))
-    shares.begin(["old", "other", "new"])  # new comes level with other, who had 15 to old's 20
-    jobs = [Job(key, 2.0) for key in ("old", "other", "new") for _ in range(4)]
-    assert [job.key for job in shares.in_turn(jobs)][:6] == ["other", "new", "other", "new", "other", "new"]
-    # Jobs without work count as one, or one key's would all go first.
-    shares = Shares()
-    free = [Job(key, 0.0) for key in ("a", "a", "a", "b", "b", "b")]
-    assert [job.key for job in shares.in_turn(free)] == ["a", "b", "a", "b", "a", "b"]
-    for job in free[:3]:
-        shares.give(job)
-    assert [job.key for job in shares.in_turn([Job("a", 1.0), Job("b", 1.0)])] == ["b", "a"]
-
-
 def test_a_keys_share_counts_its_work_so_many_times():
     queue = FairQueue({"paying": 3})
     for i in range(60):
         queue.push(Entry(i, "paying", 64, 1.0))
         queue.push(Entry(i, "other", 64, 1.0))
     assert [entry.key for entry in served(queue, 40)].count("paying") == 30
-
-    @dataclass
-    class Job:
-        key: str
-        work: float
-
-    shares = Shares({"paying": 3})
-    jobs = [Job(key, 6.0) for key in ("paying", "other") for _ in range(8)]
-    assert [job.key for job in shares.in_turn(jobs)][:8].count("paying") == 6
-    for job in (jobs[0], jobs[1], jobs[2], jobs[-1]):
-        shares.give(job)
-    shares.begin(["paying", "other"])  # level again: three of one for one of the other
-    assert [job.key for job in shares.in_turn(jobs)][:4] == ["paying", "other", "paying", "paying"]
 
 
 def test_loads_that_fill_the_room_exactly_fit_and_what_left_leaves_nothing():
