@@ -203,7 +203,7 @@ def test_a_row_that_fails_alone_fails_alone(small):
 
         return call
 
-    with Running(small, unet=sick) as running:
+    with Running(small, unet=sick, lanes=1) as running:
         good = [
             running.work(f"good{i}", PictureRequest(prompt="a horse", seed=i, steps=30)) for i in range(3)
         ]
@@ -513,7 +513,7 @@ def test_works_that_are_to_be_alone_share_no_step(small, suspects):
 
         return call
 
-    with Running(small, unet=watched) as running:
+    with Running(small, unet=watched, lanes=1) as running:
         for i in range(4):
             request = PictureRequest(prompt="a horse", seed=i, steps=4, guidance=1.0, width=16, height=16)
             work = EngineJob(

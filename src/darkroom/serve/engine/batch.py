@@ -143,7 +143,7 @@ class Bucket:
 
     def split(self) -> Bucket:
         """Another bucket with half of the rows, for a step at the same time."""
-        other = Bucket(self.had_s, self.evaluation_s, charges=self._toll is not None)
+        other = type(self)(self.had_s, self.evaluation_s, charges=self._toll is not None)
         moved = self.tickets[1::2]
         self._leave(moved)
         for ticket in moved:
