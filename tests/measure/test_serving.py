@@ -110,8 +110,13 @@ def test_retry_after_is_held_against_what_came_of_it_while_requests_came() -> No
     outcomes = [outcome(i, "done", i, i + 0.5) for i in range(11)]
     assert Trial(outcomes, 0.0, 11.0).retry_true() is None
     for number, tried_s, taken in ((2, 5.0, True), (3, 6.0, False), (4, 12.0, True)):
-        outcomes[number] = outcome(number, "refused", number, None, tried_again_s=tried_s, taken_again=taken)
+        state, end_s = ("done", tried_s + 1) if taken else ("refused", None)
+        outcomes[number] = outcome(number, state, number, end_s, tried_again_s=tried_s, taken_again=taken)
     trial = Trial(outcomes, 0.0, 11.0)
+    told = figures(trial)
+    assert (told["done"], told["refused"], told["taken_again"]) == (10, 3, 2)
+    assert told["latency_p99_s"] == 0.5, "who was let in later was not late for the server"
+    assert trial.goodput() == pytest.approx(6 / 7.5), "what was drawn of it counts"
     assert trial.retry_true() == 0.5, "the third one asked when nobody else did"
     assert figures(trial)["retry_after_true"] == 0.5
 
@@ -126,10 +131,12 @@ def test_who_is_refused_waits_as_told_and_asks_again(small: Path, tmp_path: Path
             return await asyncio.gather(*(_ask(client, f"j{one.number}", one, 0.0) for one in asked))
 
     found = asyncio.run(scenario())
-    refused = [one for one in found if one.state == "refused"]
+    refused = [one for one in found if one.refused_after_s is not None]
     assert refused
     assert all(one.tried_again_s for one in refused)
-    assert any(one.taken_again for one in refused)
+    again = [one for one in refused if one.taken_again]
+    assert again
+    assert {one.state for one in again} == {"done"}
 
 
 def test_the_highest_bucket_that_something_fell_into() -> None:

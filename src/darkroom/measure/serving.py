@@ -72,8 +72,10 @@ class Outcome:
 
     @property
     def latency_s(self) -> float | None:
-        """From being due to being done."""
-        return self.finished_s - self.due_s if self.state == "done" and self.finished_s else None
+        """From being due to being done, of one that was accepted at once."""
+        if self.state != "done" or not self.finished_s or self.taken_again:
+            return None
+        return self.finished_s - self.due_s
 
 
 @dataclass(frozen=True)
@@ -116,9 +118,7 @@ class Trial:
         """Pictures a second while requests came, without the first quarter of that time."""
         last_s = max(outcome.due_s for outcome in self.outcomes)
         first_s = self.start_s + (last_s - self.start_s) / 4
-        within = [
-            o for o in self.outcomes if o.latency_s is not None and first_s <= (o.finished_s or 0) <= last_s
-        ]
+        within = [o for o in self.outcomes if o.state == "done" and first_s <= (o.finished_s or 0) <= last_s]
         return len(within) / (last_s - first_s) if last_s > first_s else 0.0
 
 
@@ -336,9 +336,12 @@ async def _ask(client: Client, name: str, asked: TraceRequest, due_s: float) -> 
     outcome = Outcome(asked, "failed", due_s, answered_s=time.time())
     if status == 429:
         outcome = replace(outcome, state="refused", refused_after_s=time.time() - sent_s)
-        if asked.number % WAITS_OUT or (after := _retry_after(head)) is None:
+        if asked.number % WAITS_OUT or (after_s := _retry_after(head)) is None:
             return outcome
-        return await _wait_out(client, name, outcome, after)
+        await asyncio.sleep(after_s)
+        name = f"{name}-again"
+        status, _ = await client.ask("PUT", f"/jobs/{name}", asked.body())
+        outcome = replace(outcome, tried_again_s=time.time(), taken_again=status == 202)
     if status != 202:
         return outcome
     if asked.cancel_step is not None:
@@ -360,15 +363,6 @@ async def _ask(client: Client, name: str, asked: TraceRequest, due_s: float) -> 
 def _retry_after(head: str) -> float | None:
     found = re.search(r"(?i)\r\nretry-after: *(\d+)", head)
     return None if found is None else float(found[1])
-
-
-async def _wait_out(client: Client, name: str, refused: Outcome, after_s: float) -> Outcome:
-    """Ask again after `Retry-After`, and give the place back: only whether there was one counts."""
-    await asyncio.sleep(after_s)
-    status, _ = await client.ask("PUT", f"/jobs/{name}-again", refused.asked.body())
-    if status == 202:
-        await client.ask("DELETE", f"/jobs/{name}-again")
-    return replace(refused, tried_again_s=time.time(), taken_again=status == 202)
 
 
 async def _give_up(client: Client, name: str, step: int) -> None:
@@ -439,6 +433,8 @@ def figures(trial: Trial) -> dict[str, Any]:
         settings["http_5xx_statuses"] = {str(status): count for status, count in trial.errors.items()}
     for state in ("done", "cancelled", "refused", "failed", "lost"):
         settings[state] = states.count(state)
+    settings["refused"] = sum(o.state == "refused" or o.taken_again for o in trial.outcomes)
+    settings["taken_again"] = sum(o.taken_again for o in trial.outcomes)
     settings |= _spread("latency", [o.latency_s for o in trial.outcomes])
     settings |= _spread("admission", [o.admitted_after_s for o in trial.outcomes])
     settings |= _spread("refusal", [o.refused_after_s for o in trial.outcomes])
