@@ -45,7 +45,7 @@ def test_sixteen_pictures_are_cancelled_while_others_are_answered(run_http, monk
             await asyncio.sleep(0.01)
         return cancel.status_code, cancel.json()["state"], live.status_code, over, still > 0
 
-    told = run_http(scenario, capacity=2048)
+    told = run_http(scenario, capacity=2048, lanes=1)
     assert told == (200, "cancelled", 200, "cancelled", True)
     assert not formed
     repr(torch.zeros(1))

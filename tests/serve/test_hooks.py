@@ -144,7 +144,7 @@ def test_after_a_refusal_nothing_more_is_drawn_of_a_request_of_several_jobs(modu
         return told, again, sorted(job.state for job in jobs), core.metrics.pictures._value.get()
 
     routes = VertexRoutes(health="/health", predict="/predict", port=8080)
-    settings = {"hooks": (f"{module}:checker",), "capacity": 2, "vertex": routes}
+    settings = {"hooks": (f"{module}:checker",), "capacity": 2, "lanes": 1, "vertex": routes}
     told, again, states, drawn = run_http(scenario, **settings)
     for answer in (told, again):
         assert (answer.status_code, answer.json()["code"]) == (400, "withheld")

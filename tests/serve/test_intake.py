@@ -68,7 +68,7 @@ def test_those_refused_one_after_the_other_are_told_one_time_after_the_other(run
         held.steps.release(100)
         return told, more, speed, first
 
-    told, more, speed, first = run_core(scenario, limits=limits, capacity=4)
+    told, more, speed, first = run_core(scenario, limits=limits, capacity=4, lanes=1)
     assert told == sorted(told)
     assert told[4] > told[3], "four are admitted together: the fifth has to wait for the next four"
     assert more > told[-1], "and four pictures for more than one"
@@ -105,7 +105,7 @@ def test_the_queue_is_bounded_by_seconds_of_work_and_one_job_may_always_wait(run
         held.steps.release(100)
         return a_job_s, waiting, caught.value
 
-    a_job_s, waiting, error = run_core(scenario, capacity=4)
+    a_job_s, waiting, error = run_core(scenario, capacity=4, lanes=1)
     assert waiting == LONG.num + 1
     assert (error.status, error.code) == (429, "queue_full")
     assert f"at most {1.5 * a_job_s:.4g} s may wait" in error.message
@@ -126,7 +126,7 @@ def test_a_full_queue_refuses_a_new_name_without_the_database(run_core):
         await core.check_place("a", "its body", done)  # it is there, so it is given
         return done
 
-    done = run_core(scenario, limits=limits, capacity=4)
+    done = run_core(scenario, limits=limits, capacity=4, lanes=1)
     assert asked == [done]
 
 
@@ -148,7 +148,7 @@ def test_who_was_refused_unread_is_told_again_by_the_body(run_core, again):
         logs.NOTES.reset(token)
         return [one.digest for one in core._intake._reservations.late(math.inf)]
 
-    assert run_core(scenario, limits=limits, capacity=4) == ([] if again else ["its body"])
+    assert run_core(scenario, limits=limits, capacity=4, lanes=1) == ([] if again else ["its body"])
 
 
 def test_pictures_that_came_with_jobs_are_bounded_together(run_core):
@@ -415,7 +415,7 @@ def test_who_waits_as_long_as_told_is_let_in(run_core):
             await core.cancel(job.id, key="a")
         return let_in
 
-    assert run_core(scenario, limits=limits, capacity=4) >= 12
+    assert run_core(scenario, limits=limits, capacity=4, lanes=1) >= 12
 
 
 def infer(num: int) -> dict:

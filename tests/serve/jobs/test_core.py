@@ -390,7 +390,7 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_again(run_core):
             await core.cancel(job.id, key=job.key)
         return other.value, full.value
 
-    other, full = run_core(scenario, limits=Limits(queue=5, queue_per_key=4))
+    other, full = run_core(scenario, limits=Limits(queue=5, queue_per_key=4), lanes=1)
     assert (other.status, other.code) == (429, "queue_full")
     assert "with key 'a'" in other.message
     assert "with key" not in full.message
@@ -660,7 +660,7 @@ def test_draining_finishes_what_is_on_its_way_and_keeps_the_rest(run_core):
         states = {job.id: job.state for job in await core.jobs(key="a")}
         return [states[job.id] for job in (running, waiting, attended)], caught.value.status
 
-    assert run_core(scenario) == (["done", "queued", "done"], 503)
+    assert run_core(scenario, lanes=1) == (["done", "queued", "done"], 503)
 
     async def later(core):
         jobs = await core.jobs(key="a")
