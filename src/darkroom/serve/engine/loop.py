@@ -309,6 +309,7 @@ class Engine:
             self._stepping.add(key)
             self.steps.put(partial(self._step_aside, key, self._buckets[key]))
             self._collect()
+            self._let_go()  # what was cancelled during the step that has just ended takes no other
             self._admit()  # who came meanwhile waits neither for the other sizes nor for what is developed
         self._develop()
         self._tell()
