@@ -23,7 +23,6 @@ from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import pairwise
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -68,6 +67,8 @@ Draw = Literal[
 the timestep; offset float32 [B, C, 1, 1], for offset noise; multires, perturbation float32 [B, C, h, w];
 offset_strength, perturbation_strength float32 [B, 1, 1, 1] in [0, 1), a factor of these;
 further float32 [B, N, C, h, w], more noise."""
+
+CLOSED = "the loader was closed while a batch was awaited"
 
 
 class ReadSettings(BaseModel):
@@ -207,16 +208,15 @@ class Loader:
         return batch
 
     def _take(self, k: int) -> Batch:
-        future = self._batches.pop(k, None)
+        if (future := self._batches.pop(k, None)) is None:
+            raise LoaderError(CLOSED)
         try:
-            if future is None:
-                raise CancelledError
             return future.result(self._timeout_s)
         except CancelledError:
-            raise LoaderError("the loader was closed while a batch was awaited") from None
+            raise LoaderError(CLOSED) from None
         except BaseException as error:
             self.close()
-            if isinstance(error, TimeoutError) and future and not future.done():
+            if isinstance(error, TimeoutError) and not future.done():
                 raise LoaderError(
                     f"no batch for {self._timeout_s:g} s (batch {k}); is the storage reachable?"
                 ) from None
@@ -269,10 +269,11 @@ class Loader:
         numbers = self._order.block_of(indices)
         cuts = np.flatnonzero(np.diff(numbers)) + 1
         bounds = [0, *cuts.tolist(), len(indices)]
+        spans = itertools.pairwise(bounds)
         firsts = numbers[bounds[:-1]].tolist()
         blocks = [self._cache.get(number) for number in firsts]
         starts = [self._order.block(number)[0] for number in firsts]
-        return blocks, [indices[a:b] - start for (a, b), start in zip(pairwise(bounds), starts, strict=True)]
+        return blocks, [indices[a:b] - start for (a, b), start in zip(spans, starts, strict=True)]
 
 
 @contextmanager

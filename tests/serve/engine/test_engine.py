@@ -484,6 +484,34 @@ def test_one_size_steps_in_every_lane_that_no_other_wants(small, sizes, lanes):
         assert cost_s == pytest.approx(running.engine.metrics.step_seconds._sum.get(), rel=1e-6)
 
 
+@pytest.mark.parametrize(("capacity", "lanes"), [(4, 2), (4, 3), (8, 2)])
+def test_no_call_holds_more_than_the_capacity_however_rows_are_shared_out(small, capacity, lanes):
+    """A size has a full call in each of two lanes; while another wants one they stay apart."""
+    most: Counter[int] = Counter()
+
+    def watched(unet):
+        def call(x, t, text, added):
+            most[x.shape[-1]] = max(most[x.shape[-1]], len(x))
+            time.sleep(0.01)
+            return unet(x, t, text, added)
+
+        return call
+
+    with Running(small, unet=watched, capacity=capacity, lanes=lanes) as running:
+        own = small.sample_size
+        plain = {"prompt": "a", "guidance": 1.0, "height": own}
+        for i in range(12):
+            running.work(f"a{i}", PictureRequest(seed=i, steps=12, width=own, **plain))
+        time.sleep(0.2)
+        for i in range(3):  # comes when both lanes step the others
+            running.work(f"b{i}", PictureRequest(seed=i, steps=6, width=own // 2, **plain))
+        running.waiting.wait(15)
+        assert set(running.waiting.over.values()) == {None}
+    assert most[max(most)] <= capacity
+    if capacity > 4:
+        assert most[max(most)] > 4, "the control: more would have been seen"
+
+
 def test_who_comes_while_a_step_runs_is_admitted_at_once(small):
     steps = threading.Semaphore(0)
     with Running(small, unet=released_by(steps)) as running:

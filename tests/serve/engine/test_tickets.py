@@ -276,3 +276,17 @@ def test_a_large_picture_that_waits_for_another_keeps_no_small_one_out():
     assert limit.admits(256, 0.5)
     waits = [PendingPicture(1024, 50, 16.0, 16.0), PendingPicture(256, 2, 0.5, 0.5)]
     assert admitted_after([PendingPicture(1024, 50, 16.0, 16.0)], waits, 8.0, 3, 1.0) == [801.0, 0.0]
+
+
+@pytest.mark.parametrize(("lanes", "fits"), [(1, 8), (2, 16), (3, 16)])
+def test_a_size_has_a_full_call_in_each_lane_and_leaves_one_for_the_others(lanes, fits):
+    loads: dict[int, float] = {}
+    limit = LoadLimit(loads, 8.0, 3, lanes)
+    while limit.admits(512, 1.0):
+        loads[512] = loads.get(512, 0.0) + 1.0
+    assert loads == {512: fits}
+    assert LoadLimit(loads, 8.0, 3, lanes).admits(256, 1.0)
+    waiting = [PendingPicture(512, 10, 1.0, 1.0)] * (fits + 1)
+    after_s = admitted_after([], waiting, 8.0, 3, 1.0, lanes)
+    assert after_s[:-1] == [0.0] * fits
+    assert after_s[-1] == 10.0 * fits

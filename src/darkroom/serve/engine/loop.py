@@ -16,7 +16,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -72,8 +72,8 @@ STOP_S = 5.0
 ALONE_PRIORITY = 1 << 30  # above all that a request may have
 
 
-Place: TypeAlias = tuple[Hashable, int]
-"""A size and, where it is stepped in several lanes at once, which of its buckets."""
+BucketKey: TypeAlias = tuple[Hashable, int]
+"""A size, and which of its buckets: it has several where its rows are shared out among the lanes."""
 
 
 class Admission(NamedTuple):
@@ -141,9 +141,9 @@ class Engine:
         self._suspects: list[EngineJob] = []  # to be computed alone, one after the other, before all else
         self._between: set[Ticket] = set()  # being upscaled or waiting for it, with their adapters held
         self._previews: list[tuple[Ticket, int, torch.Tensor]] = []
-        self._buckets: dict[Place, Bucket] = {}  # of equal times those stepped longest ago first
-        self._stepping: set[Place] = set()  # buckets that a lane has; nobody else touches them
-        self._stepped: list[tuple[Place, Stepped | Exception]] = []
+        self._buckets: dict[BucketKey, Bucket] = {}  # of equal times those stepped longest ago first
+        self._stepping: set[BucketKey] = set()  # buckets that a lane has; nobody else touches them
+        self._stepped: list[tuple[BucketKey, Stepped | Exception]] = []
         self._loads: defaultdict[Hashable, float] = defaultdict(float)
         self._admitted: set[Ticket] = set()  # all that take capacity
         self._forecast: tuple[float, list[Admission]] = (0.0, [])
@@ -302,7 +302,7 @@ class Engine:
         self._board()
         self._let_go()
         self._share_lanes()
-        begun: set[Place] = set()
+        begun: set[BucketKey] = set()
         while self.steps.free and (waiting := self._buckets.keys() - self._stepping - begun):
             key = min((key for key in self._buckets if key in waiting), key=self._had_s)
             begun.add(key)
@@ -314,28 +314,24 @@ class Engine:
         self._develop()
         self._tell()
 
-    def _had_s(self, key: Place) -> float:
+    def _had_s(self, key: BucketKey) -> float:
         return self._buckets[key].had_s
 
+    def _load_in(self, key: BucketKey) -> float:
+        return sum(ticket.load for ticket in self._buckets[key].tickets)
+
     def _share_lanes(self) -> None:
-        """A size that alone wants a lane is stepped in all that are free, else in one."""
-        if self.steps.count < 2:
-            return
-        while True:
-            waiting = {key: one for key, one in self._buckets.items() if key not in self._stepping}
-            if self.steps.free > len(waiting):
-                key = max(waiting, key=lambda key: len(waiting[key].tickets), default=None)
-                if key is None or not self._divides(waiting[key]):
-                    return
-                place = next(i for i in itertools.count() if (key[0], i) not in self._buckets)
-                self._buckets[key[0], place] = waiting[key].split()
-                continue
-            sizes = Counter(size for size, _ in waiting)
-            size = next((size for size, parts in sizes.items() if parts > 1), None)
-            if size is None or self.steps.free >= len(waiting):
+        """Split a size's rows over lanes that no other size wants; put them together where one does."""
+        while self.steps.free > len(waiting := self._buckets.keys() - self._stepping):
+            fullest = max(waiting, key=self._load_in, default=None)
+            if fullest is None or not self._divides(self._buckets[fullest]):
                 return
-            into, other = [key for key in waiting if key[0] == size][:2]
-            self._buckets[into].take(self._buckets.pop(other))
+            self._buckets[self._unused_key(fullest[0])] = self._buckets[fullest].split()
+        if self.steps.free < len(waiting):
+            for one, other in itertools.combinations(sorted(waiting, key=self._had_s), 2):
+                if one[0] == other[0] and self._load_in(one) + self._load_in(other) <= self.capacity:
+                    self._buckets[one].take(self._buckets.pop(other))
+                    return
 
     def _divides(self, bucket: Bucket) -> bool:
         """Whether two calls of half its rows cost no more: not if they are filled up to a defined number."""
@@ -347,12 +343,17 @@ class Engine:
         least = self._fixed_rows.of(row.latents_CHW.shape[-2] * row.latents_CHW.shape[-1])
         return sum(ticket.shape.evaluations for ticket in bucket.tickets) >= 2 * least
 
-    def _place(self, size: Hashable) -> Place:
-        """Where a row of this size joins: the bucket of its size with fewest rows."""
-        places = [key for key in self._buckets if key[0] == size]
-        return min(places, key=lambda key: len(self._buckets[key].tickets), default=(size, 0))
+    def _key_for(self, size: Hashable, load: float) -> BucketKey:
+        """Where a row joins: of the buckets of its size the least full, or another where no call has room."""
+        with_room = [
+            key for key in self._buckets if key[0] == size and self._load_in(key) + load <= self.capacity
+        ]
+        return min(with_room, key=self._load_in) if with_room else self._unused_key(size)
 
-    def _step_aside(self, key: Place, bucket: Bucket) -> None:
+    def _unused_key(self, size: Hashable) -> BucketKey:
+        return next((size, i) for i in itertools.count() if (size, i) not in self._buckets)
+
+    def _step_aside(self, key: BucketKey, bucket: Bucket) -> None:
         stepped: Stepped | Exception
         try:
             stepped = bucket.step(self.unet, self.steps.pace)
@@ -469,7 +470,7 @@ class Engine:
             assert ticket.row is not None
             self.aside.taken(tensors_in(ticket.row))
             ticket.work.prepared_s = ticket.work.prepared_s or time.monotonic()
-            if (key := self._place(bucket_of(ticket.row))) in self._stepping:
+            if (key := self._key_for(bucket_of(ticket.row), ticket.load)) in self._stepping:
                 early.append(ticket)
             else:
                 if key not in self._buckets:
