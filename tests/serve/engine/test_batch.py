@@ -12,7 +12,7 @@ from darkroom.models.adapters.bank import SLOTS
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Condition, Row
 from darkroom.serve.engine import batch
-from darkroom.serve.engine.batch import Bucket
+from darkroom.serve.engine.batch import Bucket, PlainTimes
 from darkroom.serve.engine.tickets import EngineJob, Shape, Ticket
 from darkroom.serve.request import PictureRequest
 
@@ -105,7 +105,7 @@ def test_plain_rows_do_not_wait_for_what_adapters_cost(monkeypatch: pytest.Monke
 
     def drawn(*, charges: bool) -> tuple[float, list[torch.Tensor]]:
         """When the plain rows are through, in steps as long as if all were plain; and all that is drawn."""
-        bucket, began_s = Bucket(charges=charges), now_s[0]
+        bucket, began_s = Bucket(times=PlainTimes() if charges else None), now_s[0]
         rows = [*tickets(PLAIN, steps=60, value=1.0), *tickets(ADAPTED, steps=60, value=2.0)]
         for i, ticket in enumerate(rows):
             assert ticket.row is not None
@@ -134,7 +134,7 @@ def test_a_step_that_took_long_keeps_no_row_out_for_ever(monkeypatch: pytest.Mon
         now_s[0] += 0.1 * len(x) + (pause_s.pop() if SLOTS in added and pause_s else 0.0)
         return halves(x)
 
-    bucket, rows = Bucket(charges=True), tickets(3, steps=400, value=1.0)
+    bucket, rows = Bucket(times=PlainTimes()), tickets(3, steps=400, value=1.0)
     assert rows[2].row is not None
     rows[2].row.adapters = ((1, 1.0),)
     for ticket in rows:
@@ -144,3 +144,34 @@ def test_a_step_that_took_long_keeps_no_row_out_for_ever(monkeypatch: pytest.Mon
     assert not pause_s
     assert rows[2].step > 20
     assert rows[0].step == 40
+
+
+def test_what_a_plain_step_takes_is_told_from_steps_of_other_numbers_of_rows() -> None:
+    times = PlainTimes()
+    assert times.of(8) is None
+    times.note(4, 0.5)  # the first is slow
+    assert times.of(8) == pytest.approx(1.0)  # of one number alone in proportion
+    for _ in range(20):
+        times.note(4, 0.030)
+        times.note(8, 0.050)
+    assert times.of(16) == pytest.approx(
+        0.090, rel=0.01
+    )  # and not twice that of 8, as calls cost by themselves
+    for _ in range(20):
+        times.note(12, 0.010)  # a machine that has become quicker: no line
+    assert times.of(24) == pytest.approx(24 * (0.030 + 0.050 + 0.010) / 24)
+
+
+def test_halves_of_a_bucket_owe_what_the_whole_one_owed() -> None:
+    bucket = Bucket(times=PlainTimes())
+    for ticket in tickets(4, steps=9, value=1.0):
+        bucket.add(ticket)
+    assert bucket._toll is not None
+    bucket._toll._owed_s = 3.0
+    other = bucket.split()
+    assert other._toll is not None
+    assert (bucket._toll._owed_s, other._toll._owed_s) == (1.5, 1.5)
+    assert other._toll.times is bucket._toll.times
+    bucket.take(other)
+    assert bucket._toll._owed_s == 3.0
+    assert (len(bucket.tickets), len(other.tickets)) == (4, 0)

@@ -16,9 +16,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from darkroom import sample
@@ -60,20 +62,49 @@ LONG_STEP_S = 4.0
 """No more rows share a step than take so long: what is so slow gains little by it, and other sizes wait."""
 RESTS = 4
 """Steps in a row that rows with nets or adapters sit out: whenever the rows change, they are packed anew."""
-WEIGHT = 0.2
-"""Of the latest step in what an evaluation without nets and adapters takes."""
+PAID = 1.25
+"""Of what they cost: plain rows also wait for what is prepared and decoded for the others."""
+LATEST = 16
+"""Steps of one number of evaluations, and such numbers, that are remembered."""
+
+
+class PlainTimes:
+    """How long a step of plain rows of one size takes, by its evaluations, as measured lately."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, deque[float]] = {}  # those of the number measured longest ago first
+
+    def note(self, evaluations: int, wall_s: float) -> None:
+        """A step without nets and adapters has taken so long."""
+        some = self._seconds.pop(evaluations, None) or deque(maxlen=LATEST)
+        some.append(wall_s)
+        self._seconds[evaluations] = some
+        while len(self._seconds) > LATEST:
+            del self._seconds[next(iter(self._seconds))]
+
+    def of(self, evaluations: int) -> float | None:
+        """Seconds of a step, on a line through what was measured; None before the first."""
+        if not self._seconds:
+            return None
+        known = list(self._seconds.items())
+        counts, medians = [count for count, _ in known], [median(some) for _, some in known]
+        slope, least = 0.0, 0.0
+        if len(known) > 1:
+            slope, least = np.polyfit(counts, medians, 1, w=[len(some) ** 0.5 for _, some in known])
+        if slope <= 0 or least < 0:  # too few, or too different: in proportion
+            slope, least = sum(medians) / sum(counts), 0.0
+        return float(least + slope * evaluations)
 
 
 class Toll:
     """Has rows with nets or adapters sit out as many steps as make up for what these cost the plain rows.
 
     A step takes longer for everyone by what nets and adapters of some compute. On a CPU, where a step takes
-    less time with fewer rows, those rows pay for it: plain ones get on as if all were plain. How long an
-    evaluation takes is measured in the steps without them.
+    less time with fewer rows, those rows pay for it: plain ones get on as if all were plain.
     """
 
-    def __init__(self) -> None:
-        self._evaluation_s: float | None = None
+    def __init__(self, times: PlainTimes) -> None:
+        self.times = times
         self._owed_s = 0.0
         self._resting = False
 
@@ -83,9 +114,10 @@ class Toll:
         if not plain or len(plain) == len(tickets):
             self._owed_s, self._resting = 0.0, False
             return tickets
-        if self._evaluation_s is None:
+        all_s, plain_s = (self.times.of(_evaluations(some)) for some in (tickets, plain))
+        if all_s is None or plain_s is None:
             return plain
-        spared_s = self._evaluation_s * _evaluations(set(tickets).difference(plain))
+        spared_s = all_s - plain_s
         # A step that took long for another reason keeps nobody out for longer.
         self._owed_s = min(self._owed_s, 2 * RESTS * spared_s)
         # They pay in advance: plain rows may be through at any step.
@@ -94,14 +126,26 @@ class Toll:
 
     def note(self, tickets: list[Ticket], now: list[Ticket], wall_s: float) -> None:
         """Of all these rows some took a step, together in so many seconds."""
-        each_s = wall_s / _evaluations(now)
-        last_s = self._evaluation_s
         if not any(map(_has_more, now)):
-            self._evaluation_s = each_s if last_s is None else (1 - WEIGHT) * last_s + WEIGHT * each_s
-            if self._resting:
-                self._owed_s -= self._evaluation_s * _evaluations(set(tickets).difference(now))
-        elif last_s is not None and len(tickets) == len(now):
-            self._owed_s += wall_s - last_s * _evaluations(now)
+            self.times.note(_evaluations(now), wall_s)
+        all_s = self.times.of(_evaluations(tickets))
+        if all_s is None:
+            return
+        if self._resting:
+            self._owed_s -= max(0.0, all_s - wall_s)
+        elif len(now) == len(tickets):
+            self._owed_s += PAID * max(0.0, wall_s - all_s)
+
+    def split(self) -> Toll:
+        """That of half of the rows, with half of what is owed."""
+        other = Toll(self.times)
+        self._owed_s /= 2
+        other._owed_s, other._resting = self._owed_s, self._resting
+        return other
+
+    def take(self, other: Toll) -> None:
+        """Owe for another's rows too."""
+        self._owed_s += other._owed_s
 
 
 def _has_more(ticket: Ticket) -> bool:
@@ -115,13 +159,15 @@ def _evaluations(tickets: Iterable[Ticket]) -> int:
 class Bucket:
     """The rows of one size on their way."""
 
-    def __init__(self, had_s: float = 0.0, evaluation_s: float = 0.0, *, charges: bool = False) -> None:
+    def __init__(
+        self, had_s: float = 0.0, evaluation_s: float = 0.0, times: PlainTimes | None = None
+    ) -> None:
         self.evaluation_s = evaluation_s
         """Of the U-Net for a row, by the latest step; before the first an estimate."""
         self.had_s = had_s
         """Seconds of steps that a row has had, from those of the size that had least when this one came. Who
         had least is next, so that a large size takes no more of the device than a small one."""
-        self._toll = Toll() if charges else None
+        self._toll = None if times is None else Toll(times)
         self.tickets: list[Ticket] = []
         self._batch: sample.RunningBatch | None = None
         self._packed: list[Ticket] = []
@@ -143,7 +189,8 @@ class Bucket:
 
     def split(self) -> Bucket:
         """Another bucket with half of the rows, for a step at the same time."""
-        other = type(self)(self.had_s, self.evaluation_s, charges=self._toll is not None)
+        other = type(self)(self.had_s, self.evaluation_s)
+        other._toll = None if self._toll is None else self._toll.split()
         moved = self.tickets[1::2]
         self._leave(moved)
         for ticket in moved:
@@ -153,6 +200,8 @@ class Bucket:
     def take(self, other: Bucket) -> None:
         """Take over all rows of another bucket of this size."""
         self.had_s = max(self.had_s, other.had_s)
+        if self._toll is not None and other._toll is not None:
+            self._toll.take(other._toll)
         moved = list(other.tickets)
         other._leave(moved)
         for ticket in moved:

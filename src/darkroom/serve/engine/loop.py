@@ -30,7 +30,7 @@ from darkroom.hardware import accelerator
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.control import ControlledUnet
 from darkroom.sample.denoise import Unet, tensors_in
-from darkroom.serve.engine.batch import Aside, Between, Bucket, Stepped, Steps, bucket_of, padded
+from darkroom.serve.engine.batch import Aside, Between, Bucket, PlainTimes, Stepped, Steps, bucket_of, padded
 from darkroom.serve.engine.fixed_shapes import FixedDecode, FixedRows, FixedShapes
 from darkroom.serve.engine.runner import Studio
 from darkroom.serve.engine.tickets import (
@@ -149,7 +149,8 @@ class Engine:
         self._forecast: tuple[float, list[Admission]] = (0.0, [])
         self._prune, self._stopping, self._called = False, False, False
         self._alone = accelerator.alone(backend.device)
-        self._charges = backend.device.type == "cpu"
+        charges = backend.device.type == "cpu"
+        self._plain_times: dict[Hashable, PlainTimes] | None = {} if charges else None
         self._thread = threading.Thread(target=self._run, name="darkroom-engine", daemon=True)
 
     # ---- from other threads
@@ -437,9 +438,19 @@ class Engine:
             self.aside.put(self._prepare_aside)
 
     def _prepare_aside(self) -> None:
-        """Prepare all that waits for it: who came while this waited for its turn is taken along."""
+        """Prepare all that waits for it: who came while this waited for its turn is taken along.
+
+        Those with nets after the others, who need not wait until pictures have been through the nets.
+        """
         with self._condition:
             tickets, self._unprepared = self._unprepared, []
+        plain = [ticket for ticket in tickets if not ticket.work.request.controls]
+        rest = [ticket for ticket in tickets if ticket.work.request.controls]
+        self._prepare_these(plain or rest)
+        if plain and rest:
+            self.aside.put(partial(self._prepare_these, rest))
+
+    def _prepare_these(self, tickets: list[Ticket]) -> None:
         works = [work for work in dict.fromkeys(ticket.work for ticket in tickets) if not work.over]
         failed = self.studio.prepare(works, self.library, self.nets)
         self.aside.settle()
@@ -476,7 +487,10 @@ class Engine:
                 if key not in self._buckets:
                     least_s = min(map(self._had_s, self._buckets), default=0.0)
                     estimate_s = self.seconds_for(float(ticket.shape.pixels)) or 0.0
-                    self._buckets = {key: Bucket(least_s, estimate_s, charges=self._charges), **self._buckets}
+                    times = None
+                    if self._plain_times is not None:
+                        times = self._plain_times.setdefault(key[0], PlainTimes())
+                    self._buckets = {key: Bucket(least_s, estimate_s, times), **self._buckets}
                 self._buckets[key].add(ticket)
         with self._condition:
             self._arrived = early + self._arrived
