@@ -63,7 +63,7 @@ LONG_STEP_S = 4.0
 RESTS = 4
 """Steps in a row that rows with nets or adapters sit out: whenever the rows change, they are packed anew."""
 PAID = 1.25
-"""How much of what they cost these rows pay for: plain ones also wait while something is prepared for them."""
+"""So many times what they cost: plain rows also wait while something is prepared for them."""
 LATEST = 16
 """Steps of one number of evaluations, and such numbers, that are remembered."""
 

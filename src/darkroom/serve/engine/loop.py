@@ -345,7 +345,7 @@ class Engine:
         return sum(ticket.shape.evaluations for ticket in bucket.tickets) >= 2 * least
 
     def _key_for(self, size: Hashable, load: float) -> BucketKey:
-        """Where a row joins: of the buckets of its size the least full, or a new one where none can take it."""
+        """Where a row joins: the least full bucket of its size, or a new one where none can take it."""
         with_room = [
             key for key in self._buckets if key[0] == size and self._load_in(key) + load <= self.capacity
         ]
