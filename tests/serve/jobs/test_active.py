@@ -254,7 +254,7 @@ def test_who_may_still_come_is_found_by_time_as_by_looking_at_all() -> None:
             one_due = reservations.due_of(key, digest, now_s)
             assert one_due in due if due else one_due is None
     most = max("ab", key=lambda key: sum(one.key == key for one in kept))
-    assert reservations.first_of_most() is min(
+    assert reservations.last_of_most() is max(
         (one for one in kept if one.key == most), key=lambda one: one.until_s
     )
 

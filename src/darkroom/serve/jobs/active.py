@@ -37,12 +37,16 @@ UNMEASURED_S = 5.0
 HELD = 3
 """Of the queue, one part in so many is held for those whose `Retry-After` is over: newcomers would have taken
 each place that frees up before them."""
-MOST_PROMISES, PROMISED = 1024, 8
-"""Promises kept in mind; and of each key, how many of its queues count in the `Retry-After` of others."""
-RETURN_WEIGHT = 0.1
-"""Of the latest promise in the share of those of its key that were taken up."""
-LEAST_RETURNS = 1e-3
-"""For a key that takes up a smaller share of its promises no places are held: some 65 in a row in vain."""
+MOST_PROMISES = 16_384
+"""Promises kept in mind: as many as are refused at a few hundred a second in the time that they are told."""
+PROMISED, PROMISED_ONCE_KNOWN = 8, 64
+"""Of each key, how many of its queues count in the `Retry-After` of others; and from `KNOWN` promises on of
+which it is known whether they were taken up."""
+KNOWN = 50
+RETURN_WEIGHT = 1 / KNOWN
+"""Of the latest promise in the share of those of its key that were taken up, once so many are known."""
+LEAST_RETURNS = 0.02
+"""For a key that takes up a smaller share of its promises no places are held: some 50 in a row in vain."""
 EARLY_S, LATE_S = 0.5, 3.0
 """How long before and after the time that they were given."""
 
@@ -226,13 +230,34 @@ class Reservations:
         """All whose time is over."""
         return self._by_time[: bisect_right(self._by_time, now_s - LATE_S, key=_until_s)]
 
-    def first_of_most(self) -> Reservation:
-        """Of the key that has the most, the one whose time comes first."""
+    def last_of_most(self) -> Reservation:
+        """Of the key that has the most, the one whose time comes last: those before it can still be kept."""
         most = max(self._of_key, key=lambda key: self._of_key[key].requests)
-        return next(one for one in self._by_time if one.key == most)
+        return next(one for one in reversed(self._by_time) if one.key == most)
 
 
 _until_s = attrgetter("until_s")
+
+
+class Returns:
+    """Of one key: which share of its promises was taken up of late; all, as long as none is known."""
+
+    def __init__(self) -> None:
+        self.share, self._num = 1.0, 0
+
+    def note(self, came: bool) -> None:
+        """Count one more: the mean of the first ones, later of the latest ones."""
+        self._num += 1
+        self.share += max(RETURN_WEIGHT, 1 / (self._num + 1)) * (came - self.share)
+
+    @property
+    def queues(self) -> int:
+        """Of the key's, that count as promised at most: who asks in vain delays others by no more."""
+        return PROMISED if self._num < KNOWN else PROMISED_ONCE_KNOWN
+
+
+UNKNOWN = Returns()
+"""Of a key of whose promises none is over."""
 
 
 class Intake:
@@ -244,7 +269,7 @@ class Intake:
         self._reserved: Counter[str] = Counter()
         self._reserved_uploads: dict[object, Uploads] = {}
         self._reservations = Reservations()
-        self._return_shares: dict[str, float] = {}
+        self._returns: dict[str, Returns] = {}
 
     def check_rate(self, key: str, jobs: int = 1) -> None:
         """429 where the key comes too often."""
@@ -384,34 +409,40 @@ class Intake:
         one = self._reservations.due_of(key, digest, time.monotonic())
         if one is not None:
             self._reservations.remove(one)
-            self._note_return(key, 1.0)
+            self._note_return(key, True)
 
     def _forget(self) -> None:
-        """Those who did not come, and where they are too many, the first of the key with the most."""
+        """Those who did not come, and where they are too many, the last of the key with the most."""
         for one in self._reservations.late(time.monotonic()):
             self._reservations.remove(one)
-            self._note_return(one.key, 0.0)
+            self._note_return(one.key, False)
         while len(self._reservations) > MOST_PROMISES:
-            self._reservations.remove(self._reservations.first_of_most())
+            self._reservations.remove(self._reservations.last_of_most())
 
-    def _note_return(self, key: str, came: float) -> None:
-        """Count a promise among those of its key that were taken up (1) or not (0)."""
-        share = self._return_shares.pop(key, 1.0)
-        self._return_shares[key] = share + RETURN_WEIGHT * (came - share)
-        while len(self._return_shares) > MOST_KEYS:
-            del self._return_shares[next(iter(self._return_shares))]
+    def _note_return(self, key: str, came: bool) -> None:
+        """Count a promise among those of its key that were taken up or not."""
+        returns = self._returns.pop(key, None) or Returns()
+        returns.note(came)
+        self._returns[key] = returns
+        while len(self._returns) > MOST_KEYS:
+            del self._returns[next(iter(self._returns))]
 
     def _promised(self, amount: Callable[[Promised], float], key: str | None) -> float:
         """What is promised to those still to come, by the share of each key's that came of late.
 
-        Of each key at most `PROMISED` of its queues: who asks in vain for ever delays others by no more.
+        Of each key at most so many of its queues as `Returns` has it.
         """
         self._forget()
-        return sum(
-            amount(one) * min(self._return_shares.get(of, 1.0), PROMISED * self._queue_of(of) / one.pictures)
-            for of, one in self._reservations.to_come(time.monotonic()).items()
-            if key is None or of == key
-        )
+        counted = 0.0
+        for of, one in self._reservations.to_come(time.monotonic()).items():
+            if key is None or of == key:
+                returns = self._returns_of(of)
+                most = returns.queues * self._queue_of(of)
+                counted += amount(one) * min(returns.share, most / one.pictures)
+        return counted
+
+    def _returns_of(self, key: str) -> Returns:
+        return self._returns.get(key) or UNKNOWN
 
     def _held(self, pool: ModelPool, key: str | None) -> int:
         """Pictures that places are held for: of each key no more than it may have in the queue.
@@ -425,7 +456,7 @@ class Intake:
         return sum(
             min(num, max(0, self._queue_of(of) - pool.waiting(of) - self._reserved[of]))
             for of, num in due.items()
-            if self._return_shares.get(of, 1.0) >= LEAST_RETURNS
+            if self._returns_of(of).share >= LEAST_RETURNS
         )
 
     def _is_due(self, key: str, digest: str | None) -> bool:
