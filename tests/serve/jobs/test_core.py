@@ -172,7 +172,7 @@ def test_events_tell_a_job_to_its_end_with_growing_ids(run_core):
     async def collect(events):
         return [event async for event in events]
 
-    events, told = run_core(scenario)
+    events, told = run_core(scenario, lanes=1)
     assert [event.id for event in events] == list(range(8, 8 + len(events)))
     assert events[-1].kind == "done"
     assert events[-1].data["pictures"][0]["steps"] == 60

@@ -38,7 +38,7 @@ HELD = 3
 """Of the queue, one part in so many is held for those whose `Retry-After` is over: newcomers would have taken
 each place that frees up before them."""
 MOST_PROMISES = 16_384
-"""Promises kept in mind: as many as are refused at a few hundred a second in the time that they are told."""
+"""Promises kept in mind: some minutes of a few hundred refusals a second."""
 PROMISED, PROMISED_ONCE_KNOWN = 8, 64
 """Of each key, how many of its queues count in the `Retry-After` of others; and from `KNOWN` promises on of
 which it is known whether they were taken up."""
