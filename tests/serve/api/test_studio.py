@@ -185,6 +185,24 @@ def test_the_queue_is_in_reach_and_cancels(page, server):
     assert set(states.values()) == {"cancelled"}
 
 
+def test_a_job_is_cancelled_that_the_server_has_not_yet_accepted(page, server):
+    """Its cancel came first, found no such job, and the job was drawn all the same."""
+    for name in ("one", "two"):
+        expose(page, name, steps=100, num=8)
+    page.js(
+        "(() => { const ask = fetch; window.fetch = (url, how) => how?.method === 'PUT'"
+        " ? new Promise((go) => setTimeout(go, 700)).then(() => ask(url, how)) : ask(url, how); })()"
+    )
+    expose(page, "late", steps=100, num=8)
+    page.until("document.querySelector('#queue-count').textContent.includes('3 jobs')")
+    page.click("#queue-cancel")
+    page.until("document.querySelector('#queue-count').textContent.includes('2 jobs')")
+    jobs = server.http.get("/jobs?limit=3").json()["jobs"]
+    assert {job["request"]["prompt"]: job["state"] for job in jobs}["late"] == "cancelled"
+    page.click("#queue-cancel-all")
+    page.until("document.querySelector('#queue').hidden")
+
+
 def test_the_gallery_is_searched_and_the_search_survives_a_reload(page, server):
     for prompt in ("a red horse", "a blue house"):
         expose(page, prompt, steps=2)

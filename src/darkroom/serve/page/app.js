@@ -85,9 +85,20 @@ class OnEasel {
     this.card.dataset.previews = String(Number(this.card.dataset.previews ?? 0) + 1);
   }
 
+  /** Sent to the server; a cancel waits until it is accepted. */
+  submit(body) {
+    this.accepted = put(this.id, body);
+    return this.accepted;
+  }
+
   async cancel() {
     this.stop.disabled = true;
     this.say("Cancelling");
+    try {
+      await this.accepted;
+    } catch {
+      return; // it was refused: nothing is left to cancel
+    }
     await ask(`/jobs/${this.id}`, { method: "DELETE" }).catch((error) => {
       this.stop.disabled = false;
       tellProblem(error);
@@ -144,7 +155,7 @@ async function expose() {
   const onEasel = place(id, JSON.parse(body));
   if (matchMedia("(max-width: 60rem)").matches) onEasel.card.scrollIntoView({ behavior: "smooth", block: "center" });
   try {
-    await put(id, body);
+    await onEasel.submit(body);
   } catch (error) {
     jobs.delete(id);
     queue.show();
@@ -183,7 +194,7 @@ async function inCell({ body }, place) {
   queue.show();
   place.append(job.card);
   try {
-    await put(job.id, body);
+    await job.submit(body);
     await watch(job);
   } catch (error) {
     jobs.delete(job.id);
