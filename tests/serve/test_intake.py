@@ -322,7 +322,7 @@ def test_retry_after_stays_true_however_many_come_again(clock, share):
     """
     true, false = overload(clock, share, 120.0, 14.0)
     assert true > 500
-    assert true >= (0.95 if share < 0.5 else 0.75) * (true + false)
+    assert true >= {0.2: 0.95, 0.5: 0.9, 1.0: 0.75}[share] * (true + false)
 
 
 def test_what_is_promised_beyond_all_that_is_kept_in_mind_costs_those_before_nothing(clock, monkeypatch):

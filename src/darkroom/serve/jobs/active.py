@@ -156,6 +156,9 @@ class Reservation(NamedTuple):
     cost: float
     digest: str | None = None
     """Of the request that was refused: the same one is let in."""
+    share: float = 1.0
+    """Of its key's promises, those that had been taken up when it was made: what it counts for. A share that
+    changes later moves no time that was given before."""
 
     def is_due(self, now_s: float) -> bool:
         """Whether its time has come."""
@@ -163,22 +166,27 @@ class Reservation(NamedTuple):
 
 
 class Promised(NamedTuple):
-    """Of one key: requests, their pictures, and the work of those that `check_work` refused."""
+    """Of one key: requests; by what each counts for, their pictures, and the work of those that `check_work`
+    refused."""
 
     requests: int = 0
-    pictures: int = 0
+    pictures: float = 0.0
     cost: float = 0.0
 
 
 def _add(of_key: dict[str, Promised], one: Reservation) -> None:
     there = of_key.get(one.key, Promised())
-    of_key[one.key] = Promised(there.requests + 1, there.pictures + one.num, there.cost + one.cost)
+    of_key[one.key] = Promised(
+        there.requests + 1, there.pictures + one.share * one.num, there.cost + one.share * one.cost
+    )
 
 
 def _take_away(of_key: dict[str, Promised], one: Reservation) -> None:
     there = of_key.pop(one.key)
     if there.requests > 1:
-        of_key[one.key] = Promised(there.requests - 1, there.pictures - one.num, there.cost - one.cost)
+        of_key[one.key] = Promised(
+            there.requests - 1, there.pictures - one.share * one.num, there.cost - one.share * one.cost
+        )
 
 
 class Reservations:
@@ -401,7 +409,7 @@ class Intake:
 
     def _promise(self, reservation: Reservation) -> None:
         self.kept(reservation.key, reservation.digest)  # it came, though in vain
-        self._reservations.add(reservation)
+        self._reservations.add(reservation._replace(share=self._returns_of(reservation.key).share))
         self._forget()
 
     def kept(self, key: str, digest: str | None) -> None:
@@ -428,17 +436,14 @@ class Intake:
             del self._returns[next(iter(self._returns))]
 
     def _promised(self, amount: Callable[[Promised], float], key: str | None) -> float:
-        """What is promised to those still to come, by the share of each key's that came of late.
-
-        Of each key at most so many of its queues as `Returns` has it.
-        """
+        """What is promised to those still to come, each by its share; of each key at most so many of its
+        queues as `Returns` has it."""
         self._forget()
         counted = 0.0
         for of, one in self._reservations.to_come(time.monotonic()).items():
             if key is None or of == key:
-                returns = self._returns_of(of)
-                most = returns.queues * self._queue_of(of)
-                counted += amount(one) * min(returns.share, most / one.pictures)
+                most = self._returns_of(of).queues * self._queue_of(of)
+                counted += amount(one) * most / max(most, one.pictures)
         return counted
 
     def _returns_of(self, key: str) -> Returns:
