@@ -290,8 +290,9 @@ class _ServingRun:
             by_client = await asyncio.gather(*(_in_turn(client, left) for _ in range(CLIENTS)))
             outcomes = [outcome for some in by_client for outcome in some]
         else:
+            last_s = start_s + trace[-1].at / rate
             outcomes = await asyncio.gather(
-                *(_ask(client, name, asked, start_s + asked.at / rate) for name, asked in numbered)
+                *(_ask(client, name, asked, start_s + asked.at / rate, last_s) for name, asked in numbered)
             )
         after, end_s = await client.metrics(), max(o.finished_s or o.due_s for o in outcomes)
         return Trial(outcomes, start_s, end_s, rate, before, after, _server_errors(client) - errors)
@@ -328,8 +329,13 @@ async def _in_turn(client: Client, left: Iterator[tuple[str, TraceRequest]]) -> 
     return [await _ask(client, name, asked, time.time()) for name, asked in left]
 
 
-async def _ask(client: Client, name: str, asked: TraceRequest, due_s: float) -> Outcome:
-    """One request from its due time to its end, given up on the way where the trace says so."""
+async def _ask(
+    client: Client, name: str, asked: TraceRequest, due_s: float, last_s: float = math.inf
+) -> Outcome:
+    """One request from its due time to its end, given up on the way where the trace says so.
+
+    Nobody waits `Retry-After` out beyond `last_s`, when the last request comes: the load is over then.
+    """
     await asyncio.sleep(max(0.0, due_s - time.time()))
     sent_s = time.time()
     status, head, _ = await client.whole("PUT", f"/jobs/{name}", asked.body())
@@ -337,6 +343,8 @@ async def _ask(client: Client, name: str, asked: TraceRequest, due_s: float) -> 
     if status == 429:
         outcome = replace(outcome, state="refused", refused_after_s=time.time() - sent_s)
         if asked.number % WAITS_OUT or (after_s := _retry_after(head)) is None:
+            return outcome
+        if time.time() + after_s > last_s:
             return outcome
         await asyncio.sleep(after_s)
         name = f"{name}-again"
