@@ -27,7 +27,7 @@ import torch
 from darkroom import models
 from darkroom.errors import InputError
 from darkroom.hardware import machine
-from darkroom.hardware.memory import PeakMemory
+from darkroom.hardware.meters import PeakMemory
 from darkroom.libraries import quiet
 from darkroom.measure.drawing import Workload
 from darkroom.measure.optimisations import DEVICE_LOST, bench_optimisations, free_memory, why_not
@@ -752,7 +752,7 @@ def _planned(lab: Lab, name: str, content: dict[str, Any], rows: int) -> Measure
 
 
 def _used(lab: Lab) -> int:
-    from darkroom.hardware.memory import resident_bytes
+    from darkroom.hardware.meters import resident_bytes
 
     return torch.cuda.memory_allocated() if lab.on_cuda else resident_bytes()
 

@@ -191,7 +191,7 @@ import gc, sys
 import darkroom, torch
 from diffusers import UNet2DConditionModel
 from darkroom.counting import counting
-from darkroom.hardware.memory import PeakMemory, resident_bytes
+from darkroom.hardware.meters import PeakMemory, resident_bytes
 
 def build(**changes):
     config = dict(sample_size=64, block_out_channels=(32, 32), layers_per_block=2, cross_attention_dim=32,

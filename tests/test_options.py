@@ -11,7 +11,7 @@ import pytest
 
 from darkroom import options
 from darkroom.errors import InputError
-from darkroom.hardware import cpu
+from darkroom.hardware import system
 
 
 def test_one_number_is_a_square():
@@ -67,7 +67,7 @@ def test_the_names_are_those_of_the_solvers_that_there_are():
 @pytest.mark.parametrize("precision", options.PRECISIONS)
 def test_each_pair_on_a_cpu_works_or_is_refused(backend, precision, has_bf16, monkeypatch):
     """What passes here is computed by `tests/sample/test_backends.py`."""
-    monkeypatch.setattr(cpu, "instructions", lambda: ("avx2", "avx512_bf16") if has_bf16 else ("avx2",))
+    monkeypatch.setattr(system, "instructions", lambda: ("avx2", "avx512_bf16") if has_bf16 else ("avx2",))
     refused = precision == "fp16" or (backend == "openvino" and precision == "bf16" and not has_bf16)
     if not refused:
         return options.check_pair(backend, precision, "cpu")
@@ -78,7 +78,7 @@ def test_each_pair_on_a_cpu_works_or_is_refused(backend, precision, has_bf16, mo
 
 def test_auto_is_a_precision_that_every_backend_takes(monkeypatch):
     for have, wanted in ((("avx2",), "float32"), (("avx2", "amx_bf16"), "bf16")):
-        monkeypatch.setattr(cpu, "instructions", lambda have=have: have)
+        monkeypatch.setattr(system, "instructions", lambda have=have: have)
         name, why = options.cpu_precision()
         assert name == wanted
         assert ("amx_bf16" in why) == (name == "bf16")

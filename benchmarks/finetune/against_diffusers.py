@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import darkroom  # noqa: F401 - sets the OpenMP spin count before torch is imported
-from darkroom.hardware.memory import PeakMemory
+from darkroom.hardware.meters import PeakMemory
 from darkroom.measure.finetuning_results import alone
 from darkroom.measure.timing import Timing, append_csv, measurement, synchronise
 

@@ -84,7 +84,7 @@ FULL: dict[str, tuple[dict[str, Any], int]] = {
 
 def measure(content: dict[str, Any], rows: int) -> dict[str, int]:
     """Run it here; bytes that the resident set grew by at its peak."""
-    from darkroom.hardware.memory import PeakMemory, resident_bytes
+    from darkroom.hardware.meters import PeakMemory, resident_bytes
 
     if content.get("data", {}).get("folder") == FOLDER:
         ready = _run(content)
@@ -183,7 +183,7 @@ def _pictures(content: dict[str, Any], rows: int) -> Callable[[], None]:
 
     from darkroom import models
     from darkroom.models.outline import outlined
-    from darkroom.plan.generation import GenerateSpec, _conditions, _denoise
+    from darkroom.plan.tracing import GenerateSpec, _conditions, _denoise
     from darkroom.sample.pictures import decode
 
     spec = GenerateSpec(content["pictures"], content["size"], content["size"], precision="float32")
@@ -206,7 +206,7 @@ def _pictures(content: dict[str, Any], rows: int) -> Callable[[], None]:
 
 def predict(content: dict[str, Any], rows: int) -> dict[str, Any]:
     """What the plan says of the same."""
-    from darkroom.plan.generation import GenerateSpec, profile_generation
+    from darkroom.plan.tracing import GenerateSpec, profile_generation
     from darkroom.plan.training import profile_recipe
     from darkroom.recipe import make_recipe
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import darkroom  # noqa: F401 - sets the OpenMP spin count before torch is imported
-from darkroom.hardware.memory import PeakMemory
+from darkroom.hardware.meters import PeakMemory
 from darkroom.measure.timing import Measurement, Timing, append_csv, measurement
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -15,9 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.hardware import machine
 from darkroom.hardware.cards import find_card
-from darkroom.hardware.energy import JOULES_PER_KWH, EnergyMeter
 from darkroom.hardware.machine import Machine
-from darkroom.hardware.memory import PeakMemory, has_statistics
+from darkroom.hardware.meters import JOULES_PER_KWH, EnergyMeter, PeakMemory, has_statistics
 from darkroom.hardware.prices import STALE_DAYS, Price, price
 from darkroom.hardware.system import atomic_replace, process_age_s
 

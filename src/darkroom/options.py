@@ -11,7 +11,7 @@ import re
 from typing import Literal, NamedTuple, get_args
 
 from darkroom.errors import InputError
-from darkroom.hardware import cpu
+from darkroom.hardware import system
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 MAX_SIDE = 8192
@@ -211,8 +211,8 @@ def check_pair(backend: str, precision: str, device: str) -> None:
             allowed="float32, bf16",
             mend="auto takes the quicker of them",
         )
-    if backend == "openvino" and precision == "bf16" and cpu.bf16_instructions() is None:
-        have = ", ".join(cpu.instructions()) or "none that are known"
+    if backend == "openvino" and precision == "bf16" and system.bf16_instructions() is None:
+        have = ", ".join(system.instructions()) or "none that are known"
         raise InputError(
             f"backend openvino with precision bf16: this processor has no bfloat16 instructions ({have})",
             allowed="float32",
@@ -222,7 +222,7 @@ def check_pair(backend: str, precision: str, device: str) -> None:
 
 def cpu_precision() -> tuple[str, str]:
     """The quickest precision on this processor without leaving anything to emulation, and why."""
-    found = cpu.bf16_instructions()
+    found = system.bf16_instructions()
     if found is None:
         return "float32", "this processor has no bfloat16 instructions"
     return "bf16", f"this processor has {found}"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from darkroom.hardware import cpu
+from darkroom.hardware import system
 
-REAL = cpu.hardware_instructions
+REAL = system.hardware_instructions
 XEON = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
 
 @pytest.fixture(autouse=True)
 def xeon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in cpu.LIMITS:
+    for name in system.LIMITS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cpu, "hardware_instructions", lambda: XEON)
+    monkeypatch.setattr(system, "hardware_instructions", lambda: XEON)
 
 
 @pytest.mark.parametrize(
@@ -32,20 +32,20 @@ def xeon(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_limits_take_instructions_away(variable, value, left, bf16, monkeypatch):
     monkeypatch.setenv(variable, value)
-    assert cpu.instructions() == left
-    assert cpu.bf16_instructions() == bf16
+    assert system.instructions() == left
+    assert system.bf16_instructions() == bf16
 
 
 def test_arm_has_its_own(monkeypatch):
-    monkeypatch.setattr(cpu, "hardware_instructions", lambda: ("asimd", "sve", "bf16", "i8mm"))
+    monkeypatch.setattr(system, "hardware_instructions", lambda: ("asimd", "sve", "bf16", "i8mm"))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # of other processors
-    assert cpu.bf16_instructions() == "bf16"
+    assert system.bf16_instructions() == "bf16"
 
 
 def test_where_the_system_has_no_list_torch_is_asked():
     """As on Windows; here both are there."""
-    if not cpu.CPUINFO.exists():
+    if not system.CPUINFO.exists():
         pytest.skip("this system has no list to compare with")
     listed = REAL()
     assert listed
-    assert cpu._as_torch_says() == listed
+    assert system._as_torch_says() == listed

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from darkroom.hardware import accelerator
-from darkroom.hardware.energy import EnergyMeter, rapl
-from darkroom.hardware.memory import PeakMemory, bytes_a_touch, resident_bytes
+from darkroom.hardware.meters import EnergyMeter, PeakMemory, bytes_a_touch, rapl, resident_bytes
 
 MIB = 2**20
 
@@ -98,7 +97,7 @@ def test_no_counter_is_none(tmp_path):
 
 HOLES = """
 import ctypes, sys
-from darkroom.hardware.memory import resident_bytes, return_freed
+from darkroom.hardware.meters import resident_bytes, return_freed
 KiB, block = 2**10, int(sys.argv[2]) * 2**10
 if sys.argv[1] != "kept":
     assert return_freed(1024 * KiB, keep_top=sys.argv[1] == "but for the top")

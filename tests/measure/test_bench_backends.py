@@ -10,7 +10,7 @@ import torch
 
 from darkroom import models
 from darkroom.errors import InputError
-from darkroom.hardware import cpu
+from darkroom.hardware import system
 from darkroom.measure.backends import DIFFUSERS, PLAIN, bench_backends
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ def test_a_case_that_cannot_be_opened_is_a_row(
     rows = list(bench_backends(small, cases=(PLAIN, "openvino bf16"), steps=1, repeats=1, pictures=0))
     (failed,) = [row for row in rows if row.case == "openvino bf16"]
     assert failed.median_s is None
-    assert ("DARKROOM_CACHE" if cpu.bf16_instructions() else "no bfloat16 instructions") in failed.note
+    assert ("DARKROOM_CACHE" if system.bf16_instructions() else "no bfloat16 instructions") in failed.note
 
 
 def test_a_case_may_name_backend_and_optimisations(small: models.Model) -> None:

@@ -13,7 +13,7 @@ from diffusers import StableDiffusionPipeline
 
 from darkroom import models
 from darkroom.errors import ModelError
-from darkroom.hardware import cpu
+from darkroom.hardware import system
 from darkroom.models import folder as model_folder
 
 
@@ -182,9 +182,9 @@ def test_a_half_precision_load_is_the_cast_of_the_stored_weights(tiny, folder):
 
 @pytest.mark.parametrize("emulated", [True, False])
 def test_bf16_on_a_processor_without_it_is_told(monkeypatch, caplog, emulated):
-    for name in cpu.LIMITS:
+    for name in system.LIMITS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cpu, "hardware_instructions", lambda: ("avx2" if emulated else "avx512_bf16",))
+    monkeypatch.setattr(system, "hardware_instructions", lambda: ("avx2" if emulated else "avx512_bf16",))
     models.load("tiny", parts=["vae"])
     assert not caplog.records
     models.load("tiny", parts=["vae"], dtype=torch.bfloat16)

@@ -12,9 +12,8 @@ import pytest
 from darkroom import hardware
 from darkroom.errors import InputError
 from darkroom.hardware.cards import cards, networks
-from darkroom.hardware.prices import price
+from darkroom.hardware.prices import cost, price
 from darkroom.plan import jobs, targets
-from darkroom.plan.cost import cost
 from darkroom.plan.counts import Kernels, Line, Profile
 from darkroom.plan.jobs import (
     GenerateJob,

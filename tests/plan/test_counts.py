@@ -233,8 +233,7 @@ def test_counts_that_come_with_darkroom_are_what_its_code_counts(monkeypatch):
 
 def test_two_batch_sizes_of_an_encoder_tell_a_third():
     from darkroom.models.outline import outlined
-    from darkroom.plan.generation import PrepareSpec, _trace_encoders
-    from darkroom.plan.tracing import fakes, profile_of
+    from darkroom.plan.tracing import PrepareSpec, _trace_encoders, fakes, profile_of
 
     model, spec = outlined("tiny", ("vae",)), PrepareSpec("tiny", 64, precision="float32")
     with fakes(*model.modules.values()) as counter:
@@ -269,7 +268,7 @@ def test_two_batch_sizes_tell_a_third(counted, monkeypatch):
 
 def test_a_transformers_recipe_and_pictures_are_counted():
     """Fewer FLOPs where tokens are routed; guidance doubles the rows of a picture's step."""
-    from darkroom.plan.generation import GenerateSpec, profile_generation
+    from darkroom.plan.tracing import GenerateSpec, profile_generation
     from darkroom.plan.training import profile_recipe
     from darkroom.recipe import make_recipe
 
@@ -293,7 +292,7 @@ def test_a_transformers_recipe_and_pictures_are_counted():
 
 def test_a_runs_own_latents_can_be_the_peak():
     """A small adapter trains in less than its pictures' latents were made in, many at once and in float32."""
-    from darkroom.plan.generation import PrepareSpec, profile_preparing
+    from darkroom.plan.tracing import PrepareSpec, profile_preparing
     from darkroom.plan.training import profile_recipe
     from darkroom.recipe import make_recipe
 

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image, ImageColor
 
 from darkroom.cli.application import main
-from darkroom.plan import plot
-from darkroom.plan.plot import BLUE, GREY, ORANGE, Point, draw, frontier
+from darkroom.plan import written
+from darkroom.plan.written import BLUE, GREY, ORANGE, Point, draw, frontier
 
 RECIPE = """
 task: pretrain
@@ -78,7 +78,7 @@ def test_cards_that_need_several_are_bars(capsys, tmp_path, monkeypatch):
     """Of serving each card's number is the plan's: that is no curve."""
     kinds = []
     for kind in ("_bars", "_curve", "_many_curves"):
-        monkeypatch.setattr(plot, kind, lambda *_, kind=kind: kinds.append(kind))
+        monkeypatch.setattr(written, kind, lambda *_, kind=kind: kinds.append(kind))
     told(capsys, *SERVE, "--gpu", "all", "--plot", str(tmp_path / "serve.png"))
     assert kinds == ["_bars"]
     counts = json.loads(told(capsys, *SERVE, "--gpu", "all", "--json")[1])["plans"]

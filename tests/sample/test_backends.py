@@ -23,7 +23,7 @@ import torch
 import warm
 from darkroom import models
 from darkroom.errors import InputError, MissingExtra
-from darkroom.hardware import cpu
+from darkroom.hardware import system
 from darkroom.models.model import Model
 from darkroom.sample import generate
 from darkroom.sample.backends import open_backend
@@ -143,7 +143,7 @@ def test_a_distilled_unet_is_told_its_guidance(cache: Path) -> None:
 
 def test_openvino_in_bfloat16_is_as_near_as_torch_in_bfloat16(small: Model, cache: Path) -> None:
     half = models.create("tiny", seed=1, overrides=SMALL).to(dtype=torch.bfloat16)
-    if cpu.bf16_instructions() is None:
+    if system.bf16_instructions() is None:
         with pytest.raises(InputError, match="no bfloat16 instructions"):
             generate(half, PROMPTS, steps=4, backend="openvino")
         return
@@ -288,7 +288,7 @@ def test_a_server_of_many_shapes_keeps_drawing(
 
 def test_the_model_is_as_it_was(cache: Path) -> None:
     model = models.create("tiny", seed=1, overrides=SMALL)
-    half = model.to(dtype=torch.bfloat16 if cpu.bf16_instructions() else torch.float32)
+    half = model.to(dtype=torch.bfloat16 if system.bf16_instructions() else torch.float32)
     before = {name: value.data_ptr() for name, value in half.unet.state_dict().items()}  # type: ignore[union-attr]
     processors = {name: id(p) for name, p in half.unet.attn_processors.items()}  # type: ignore[union-attr]
     open_backend("openvino", half, notice=lambda text: None)

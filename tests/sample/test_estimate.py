@@ -11,7 +11,7 @@ import torch
 
 from darkroom import models, sample
 from darkroom.errors import InputError
-from darkroom.hardware.memory import resident_bytes
+from darkroom.hardware.meters import resident_bytes
 from darkroom.sample import estimate
 from darkroom.sample.optimisations import offload
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from darkroom import models
 from darkroom.errors import CheckpointError, RecipeError
-from darkroom.hardware import cpu
+from darkroom.hardware import system
 from darkroom.models.model import Model
 from darkroom.recipe.sections import OptimSettings, TrainSettings
 from darkroom.train.objective import Objective
@@ -254,9 +254,9 @@ def test_fp16_is_refused_where_its_scaler_cannot_compute(monkeypatch: pytest.Mon
 
 def has(instruction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor with this beside AVX2, whatever this one has."""
-    for name in cpu.LIMITS:
+    for name in system.LIMITS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cpu, "hardware_instructions", lambda: ("avx2", instruction))
+    monkeypatch.setattr(system, "hardware_instructions", lambda: ("avx2", instruction))
 
 
 def test_micro_batches_cover_the_batch() -> None:

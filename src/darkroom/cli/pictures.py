@@ -24,7 +24,7 @@ from darkroom.cli.application import (
 )
 from darkroom.cli.groups import Drawing, grouped, read_sampling
 from darkroom.errors import InputError
-from darkroom.hardware import cpu
+from darkroom.hardware import system
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -331,7 +331,7 @@ def _precision(asked: str, place: Any, backend: str) -> str:
         name, why = "float32", "ONNX Runtime has no bfloat16 on a CPU"
     else:
         name, why = models.choose_precision(asked, place)
-        if backend == "openvino" and name == "float32" and (found := cpu.int8_instructions()) is not None:
+        if backend == "openvino" and name == "float32" and (found := system.int8_instructions()) is not None:
             why += f"; it has {found}: --precision int8 is quicker, after minutes of calibration, and lossy"
     _note(f"precision {name}: {why}")
     return name

@@ -357,7 +357,7 @@ def _compare_phases(
 def _draw(found: list[Any], plot: Path | None, *, by_job: bool = False) -> None:
     if plot is None:
         return
-    from darkroom.plan.plot import draw, points
+    from darkroom.plan.written import draw, points
 
     draw(points(found, by_job=by_job), plot)
 
@@ -378,13 +378,13 @@ def _advise(
 
 
 def _head(job: str, overrides: list[str], on: str, write: bool, as_json: bool) -> None:
-    from darkroom.plan import recipe_header as head
+    from darkroom.plan import written
 
     if job in JOBS:
         raise InputError(f"{job} --recipe-header", allowed="a recipe file")
     if write:
-        head.write(Path(job), overrides, on)
-    block = list(head.head(Path(job), overrides, on))
+        written.write(Path(job), overrides, on)
+    block = list(written.head(Path(job), overrides, on))
     show({"head": block, "written": write}, as_json, lambda: block)
 
 

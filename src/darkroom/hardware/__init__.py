@@ -18,9 +18,8 @@ from darkroom.hardware.cards import (
     storage_prices,
 )
 from darkroom.hardware.doctor import Check, doctor
-from darkroom.hardware.energy import EnergyMeter
 from darkroom.hardware.machine import Device, Machine, environment, git_commit, machine, versions
-from darkroom.hardware.memory import PeakMemory, resident_bytes
+from darkroom.hardware.meters import EnergyMeter, PeakMemory, resident_bytes
 from darkroom.hardware.prices import Price, price, prices
 
 __all__ = [

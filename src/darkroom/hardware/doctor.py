@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from darkroom.errors import install_extra
-from darkroom.hardware import accelerator, cpu
+from darkroom.hardware import accelerator, system
 from darkroom.hardware.machine import GIB, Machine, machine
 from darkroom.hardware.system import allows_long_paths, has_nvidia_driver, set_variable
 
@@ -107,14 +107,14 @@ def _memory(here: Machine) -> Check:
 
 
 def _cpu(here: Machine) -> Iterator[Check]:
-    limits = f"; limited by {', '.join(cpu.limits())}" if cpu.limits() else ""
+    limits = f"; limited by {', '.join(system.limits())}" if system.limits() else ""
     yield Check(
         "processor",
         True,
         f"{here.cpu}, {here.usable_cores:g} of {here.logical_cores} cores, "
         f"{', '.join(here.instructions) or 'no known instructions'}{limits}",
     )
-    found, speedup = cpu.bf16_instructions(), bf16_speedup()
+    found, speedup = system.bf16_instructions(), bf16_speedup()
     measured = f"a matrix product runs {speedup:.2g} times as fast as float32"
     if found is None:
         detail = f"emulated, {measured}: use precision float32 (auto does); backend openvino refuses bf16"

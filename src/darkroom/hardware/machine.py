@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from darkroom.hardware import accelerator, cpu
+from darkroom.hardware import accelerator, system
 from darkroom.hardware.system import CGROUP, CGROUP_MEMBERSHIP, CPUINFO, allowed_cores, processor_name
 
 GIB = 1024**3
@@ -121,7 +121,7 @@ def machine() -> Machine:
         usable_cores=usable_cores(),
         memory_bytes=total,
         memory_available_bytes=min(memory.available, total),
-        instructions=cpu.instructions(),
+        instructions=system.instructions(),
         devices=_devices(),
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
         system=f"{platform.system()} {platform.machine()}",

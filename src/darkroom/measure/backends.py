@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from darkroom.errors import DarkroomError, InputError
-from darkroom.hardware.memory import PeakMemory
+from darkroom.hardware.meters import PeakMemory
 from darkroom.measure.timing import Measurement, interleave, measurement
 from darkroom.options import BACKENDS
 from darkroom.picture_settings import GenerateSettings

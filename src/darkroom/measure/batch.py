@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from darkroom import options
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware import machine
-from darkroom.hardware.memory import has_statistics
+from darkroom.hardware.meters import has_statistics
 from darkroom.measure.drawing import Metered, StepTimer, Workload
 from darkroom.measure.optimisations import DEVICE_LOST, free_memory, why_not
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory

@@ -13,7 +13,7 @@ from darkroom.counting import counting
 from darkroom.errors import InputError
 from darkroom.hardware import machine
 from darkroom.hardware.cards import find_card
-from darkroom.hardware.energy import EnergyMeter
+from darkroom.hardware.meters import EnergyMeter
 from darkroom.measure.timing import synchronise
 from darkroom.options import parse_bytes
 from darkroom.sample import generate

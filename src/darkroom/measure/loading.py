@@ -30,7 +30,7 @@ from darkroom.data.loader import Loader, ReadSettings
 from darkroom.data.order import Order
 from darkroom.data.store import SCHEMA, Store
 from darkroom.errors import InputError
-from darkroom.hardware.memory import PeakMemory, resident_bytes
+from darkroom.hardware.meters import PeakMemory, resident_bytes
 from darkroom.hardware.system import allowed_cores, remove_tree
 from darkroom.measure.timing import Measurement, interleave, measurement
 from darkroom.models.model import LatentScaling

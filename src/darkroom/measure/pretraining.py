@@ -19,7 +19,7 @@ from darkroom import models
 from darkroom.counting import counting
 from darkroom.errors import InputError
 from darkroom.hardware import accelerator, machine
-from darkroom.hardware.memory import PeakMemory
+from darkroom.hardware.meters import PeakMemory
 from darkroom.measure.optimisations import DEVICE_LOST, why_not
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
 from darkroom.models.compiling import compile_blocks, compile_whole

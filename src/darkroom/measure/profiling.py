@@ -23,7 +23,7 @@ from torch import Tensor
 from darkroom import models
 from darkroom.errors import InputError
 from darkroom.hardware.accelerator import allocated_bytes
-from darkroom.hardware.memory import has_statistics, resident_bytes
+from darkroom.hardware.meters import has_statistics, resident_bytes
 from darkroom.measure.pretraining import LADDER, SwitchedStep
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
 from darkroom.train.distributed.ranks import Ranks

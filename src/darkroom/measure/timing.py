@@ -20,7 +20,7 @@ from darkroom.errors import InputError
 from darkroom.hardware import accelerator, machine
 from darkroom.hardware.cards import mfu
 from darkroom.hardware.machine import git_commit, versions
-from darkroom.hardware.memory import PeakMemory
+from darkroom.hardware.meters import PeakMemory
 from darkroom.hardware.prices import price
 from darkroom.hardware.system import load_average
 from darkroom.tables import append_rows, read_rows

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from darkroom.errors import InputError
 from darkroom.hardware.machine import environment
-from darkroom.hardware.memory import PeakMemory
+from darkroom.hardware.meters import PeakMemory
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
 from darkroom.recipe.recipe import read_recipe
 from darkroom.recipe.rules import own_rate

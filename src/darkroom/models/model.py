@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from darkroom import options
 from darkroom.errors import InputError, ModelError, first_line, is_system_failure
-from darkroom.hardware import accelerator, cpu
+from darkroom.hardware import accelerator, system
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -282,7 +282,7 @@ def choose_precision(asked: str, device: torch.device) -> tuple[str, str]:
 
 def slow_bf16(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this is bf16 on a processor that has to emulate it: float32 is up to 60 times as fast."""
-    return dtype == torch.bfloat16 and device.type == "cpu" and cpu.bf16_instructions() is None
+    return dtype == torch.bfloat16 and device.type == "cpu" and system.bf16_instructions() is None
 
 
 def device(name: str) -> torch.device:

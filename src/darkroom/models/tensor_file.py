@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from darkroom.hardware.memory import drop_file_pages, file_mappings, within_file
+from darkroom.hardware.meters import drop_file_pages, file_mappings, within_file
 
 
 def write_tensors(

@@ -10,8 +10,8 @@ from typing import Any
 
 from darkroom.bill import format_number
 from darkroom.errors import InputError
+from darkroom.hardware.prices import over_limits
 from darkroom.plan.ask import USUAL_PRECISION, ask_recipe, going_round, plans, without_limits
-from darkroom.plan.cost import over_limits
 from darkroom.plan.jobs import Plan, PrepareJob, Where, plan_preparing
 from darkroom.plan.roofline import Software
 from darkroom.plan.settings import preparing_profile

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware.cards import Card, storage_price, unsourced
-from darkroom.hardware.prices import Price
+from darkroom.hardware.prices import Price, listed, over_limits, storage
 from darkroom.options import parse_size
 from darkroom.picture_settings import PictureSettings
-from darkroom.plan.cost import listed, over_limits, storage
 from darkroom.plan.counts import LATENTS, Profile, cached, cached_profile
 from darkroom.plan.jobs import (
     GenerateJob,

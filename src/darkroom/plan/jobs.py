@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from darkroom.errors import InputError
 from darkroom.hardware.cards import Card
-from darkroom.hardware.memory import maps_large_folios
-from darkroom.hardware.prices import Price
+from darkroom.hardware.meters import maps_large_folios
+from darkroom.hardware.prices import Cost, Price, Storage, cost, offer_for
 from darkroom.options import COPIED_BYTES
-from darkroom.plan.cost import Cost, Storage, cost, offer_for
 from darkroom.plan.counts import KINDS, LATENTS, Profile
 from darkroom.plan.roofline import (
     ClusterSpec,
@@ -31,7 +30,7 @@ FRAGMENTATION = 1.04  # of the caching allocator
 
 class ProcessBytes(NamedTuple):
     """What a process on a CPU holds besides tensors: libraries, threads, buffers; and where whole folios of
-    the libraries' files are mapped (see `hardware.memory.maps_large_folios`)."""
+    the libraries' files are mapped (see `hardware.meters.maps_large_folios`)."""
 
     usual: float
     in_folios: float

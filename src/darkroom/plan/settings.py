@@ -274,7 +274,7 @@ def picture_profile(
 
     def count() -> Profile:
         """Count the job's kernels, decoding in as many pixels at once as `generate` does."""
-        from darkroom.plan.generation import GenerateSpec, profile_generation
+        from darkroom.plan.tracing import GenerateSpec, profile_generation
         from darkroom.sample.pictures import DECODE_PIXELS
 
         pixels = None if whole else DECODE_PIXELS
@@ -297,7 +297,7 @@ def preparing_profile(
     }
 
     def count() -> Profile:
-        from darkroom.plan.generation import PrepareSpec, profile_preparing
+        from darkroom.plan.tracing import PrepareSpec, profile_preparing
 
         return profile_preparing(PrepareSpec(model, resolution, text, precision, vae))
 

@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 
 from darkroom.bill import format_number
 from darkroom.errors import InputError
-from darkroom.hardware.prices import Price
+from darkroom.hardware.prices import Price, cost, offer_for
 from darkroom.options import parse_size
 from darkroom.picture_settings import PictureSettings
 from darkroom.plan.ask import USUAL_PRECISION
-from darkroom.plan.cost import cost, offer_for
 from darkroom.plan.counts import Profile
 from darkroom.plan.jobs import GenerateJob, Plan, Where, plan_generating
 from darkroom.plan.roofline import ClusterSpec, Software

@@ -17,10 +17,10 @@ from darkroom.models.families import FAMILIES
 from darkroom.models.model import Model
 from darkroom.models.outline import text_configs
 from darkroom.plan.counts import DECODED, KINDS, LATENTS, SAMPLES, Kernels, Line, Moment, Profile, cached
-from darkroom.plan.generation import decoded, unet_call
 from darkroom.plan.settings import encodes
 from darkroom.plan.tracing import (
     as_on_gpu,
+    decoded,
     fakes,
     grouped,
     moments_of,
@@ -30,6 +30,7 @@ from darkroom.plan.tracing import (
     tag_weights,
     tensors,
     trace_training,
+    unet_call,
 )
 from darkroom.prepare.encoders import encode_moments
 from darkroom.recipe.sections import VAE_TASKS, AdapterSettings, AlignSettings

@@ -161,7 +161,7 @@ def _count_pictures_of_2022(precision: str, *, autocast: bool = True, softmax: s
 
 
 def _run_pictures_of_2022(precision: str, mixed: bool, softmax: str) -> Profile:
-    from darkroom.plan.generation import GenerateSpec, profile_generation
+    from darkroom.plan.tracing import GenerateSpec, profile_generation
 
     half = precision != "float32"
     wide = half and mixed and softmax == "fused"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from darkroom.bill import format_bytes, format_number
-from darkroom.hardware.memory import has_statistics
+from darkroom.hardware.meters import has_statistics
 from darkroom.measure.profiling import PARTS, IterationProfile, shares
 from darkroom.measure.timing import Measurement, read_csv
 from darkroom.report import html, plots

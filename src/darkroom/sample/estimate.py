@@ -19,7 +19,7 @@ from darkroom.errors import InputError
 from darkroom.hardware import accelerator
 from darkroom.hardware.cards import peak_flops
 from darkroom.hardware.machine import GIB, cgroup_memory_limit
-from darkroom.hardware.memory import resident_bytes
+from darkroom.hardware.meters import resident_bytes
 from darkroom.models.checked import read_json
 from darkroom.models.families import FAMILIES
 from darkroom.models.model import NAMES

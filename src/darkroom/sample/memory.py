@@ -20,7 +20,7 @@ from darkroom.bill import format_number
 from darkroom.counting import counting
 from darkroom.errors import InputError
 from darkroom.hardware.accelerator import kind_of
-from darkroom.hardware.memory import file_mappings, resident_bytes, return_freed
+from darkroom.hardware.meters import file_mappings, resident_bytes, return_freed
 from darkroom.libraries import quiet
 from darkroom.models.adapters.bank import ROWS
 from darkroom.models.tensor_file import are_mapped, is_mapped, let_go

@@ -22,7 +22,7 @@ from darkroom.data.order import Rows, SampleOrder
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
-from darkroom.hardware.memory import return_freed
+from darkroom.hardware.meters import return_freed
 from darkroom.models.compiling import compile_blocks, compile_whole
 from darkroom.models.model import Model
 from darkroom.models.tensor_file import cast_opened

@@ -190,7 +190,7 @@ def _encoder(folder):
 TILED = """
 import json, sys, torch
 from darkroom import models
-from darkroom.hardware.memory import PeakMemory, resident_bytes, return_freed
+from darkroom.hardware.meters import PeakMemory, resident_bytes, return_freed
 from darkroom.sample.optimisations.table import optimise
 from darkroom.sample.memory import count_needs, resident_now, CPU_MARGIN
 return_freed(65536)

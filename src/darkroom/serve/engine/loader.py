@@ -89,7 +89,7 @@ def free_bytes(device: torch.device) -> int | None:
     if accelerator.kind_of(device).own_memory:
         return accelerator.free_bytes(device)
     from darkroom.hardware.machine import cgroup_memory_limit
-    from darkroom.hardware.memory import resident_bytes
+    from darkroom.hardware.meters import resident_bytes
 
     free = int(psutil.virtual_memory().available)
     limit = cgroup_memory_limit()
@@ -399,6 +399,6 @@ def used_bytes(device: torch.device) -> int:
     """Memory in use on a device: allocated on a card that tells it, else resident."""
     if accelerator.kind_of(device).own_memory and accelerator.free_bytes(device) is not None:
         return accelerator.allocated_bytes(device)
-    from darkroom.hardware.memory import resident_bytes
+    from darkroom.hardware.meters import resident_bytes
 
     return resident_bytes()

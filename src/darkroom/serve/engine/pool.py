@@ -26,7 +26,7 @@ import torch
 from darkroom import models
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware import accelerator
-from darkroom.hardware.memory import give_back
+from darkroom.hardware.meters import give_back
 from darkroom.serve.engine import loader
 from darkroom.serve.engine.loop import Admission, Engine, Loop
 from darkroom.serve.engine.nets import names_of_nets
