@@ -29,10 +29,9 @@ from darkroom.errors import InputError
 from darkroom.hardware import machine
 from darkroom.hardware.meters import PeakMemory
 from darkroom.libraries import quiet
-from darkroom.measure.drawing import Workload
-from darkroom.measure.optimisations import DEVICE_LOST, bench_optimisations, free_memory, why_not
-from darkroom.measure.pretraining import SwitchedStep, bench_pretraining
+from darkroom.measure.optimisations import DEVICE_LOST, Workload, bench_optimisations, free_memory, why_not
 from darkroom.measure.timing import Measurement, Timing, append_csv, measurement, synchronise
+from darkroom.measure.training import SwitchedStep, bench_pretraining
 from darkroom.models.tokenizer import tokenizer_or_stand_in
 
 BENCHMARK = "gpu-case"
@@ -261,7 +260,7 @@ def _steered(lab: Lab) -> dict[str, Any]:
     import diffusers
     from PIL import Image
 
-    from darkroom.measure.trace import make_adapters
+    from darkroom.measure.pipeline_server import make_adapters
     from darkroom.sample import Control, generate
 
     model, side = lab.model("tiny" if lab.tiny else "sd15"), 32 if lab.tiny else 128

@@ -33,8 +33,8 @@ from PIL import Image
 
 from darkroom import models
 from darkroom.errors import DarkroomError
+from darkroom.measure.pipeline_server import PROMPTS, make_adapters
 from darkroom.measure.serving import Client, ServerProcess
-from darkroom.measure.trace import PROMPTS, make_adapters
 
 NET, STEPS = "net", (15, 20, 25)
 

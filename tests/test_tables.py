@@ -8,7 +8,7 @@ import pytest
 
 from darkroom.errors import InputError
 from darkroom.measure.timing import Measurement
-from darkroom.tables import append_rows, read_rows
+from darkroom.run import append_rows, read_rows
 
 ROW = Measurement(benchmark="train", case="a", settings={"batch": 4}, median_s=0.25)
 

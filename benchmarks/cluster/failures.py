@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, Field
 
-from darkroom.tables import append_rows
+from darkroom.run import append_rows
 
 GPU_HOURS = 13_165.0
 PICTURES = 1_126_400_000 + 1_740_800_000

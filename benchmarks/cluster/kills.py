@@ -36,7 +36,7 @@ import yaml
 from PIL import Image
 from pydantic import BaseModel, Field
 
-from darkroom.tables import append_rows, read_rows
+from darkroom.run import append_rows, read_rows
 
 SMALL, TRAIN = "SMALL", "TRAIN"
 MB = 1024**2

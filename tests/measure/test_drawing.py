@@ -12,18 +12,19 @@ from darkroom.errors import InputError, is_out_of_memory
 from darkroom.measure import batch
 from darkroom.measure import optimisations as optimisations_bench
 from darkroom.measure.batch import PrecisionCase, bench_batch, default_kinds
-from darkroom.measure.drawing import StepTimer, Workload
 from darkroom.measure.optimisations import (
     APART,
     INTERMEDIATES,
     RUNS,
+    StepTimer,
+    Workload,
     bench_optimisations,
     compare_precisions,
     default_cases,
     parse_steps,
 )
 from darkroom.measure.timing import append_csv, read_csv
-from darkroom.report.precision import write_precision_page
+from darkroom.report.measurements import write_precision_page
 from darkroom.report.runs import write_report
 from darkroom.sample import optimisations
 

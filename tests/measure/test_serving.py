@@ -17,6 +17,7 @@ import warm
 from darkroom import models
 from darkroom.errors import InputError
 from darkroom.measure import serving
+from darkroom.measure.pipeline_server import TraceRequest, draw_trace, make_adapters, sizes_for
 from darkroom.measure.serving import (
     DARKROOM,
     ONE,
@@ -31,9 +32,8 @@ from darkroom.measure.serving import (
     figures,
     most_between,
 )
-from darkroom.measure.trace import TraceRequest, draw_trace, make_adapters, sizes_for
 from darkroom.models.adapters.read import read_adapter
-from darkroom.report.serving import write_serving_page
+from darkroom.report.measurements import write_serving_page
 
 SMALL: dict[str, dict[str, Any]] = {
     "unet": {"block_out_channels": [16, 32], "norm_num_groups": 4},

@@ -10,7 +10,7 @@ import pytest
 from darkroom.cli.application import main
 from darkroom.errors import InputError
 from darkroom.hardware.cards import cards, find_card
-from darkroom.measure.trace import draw_trace
+from darkroom.measure.pipeline_server import draw_trace
 from darkroom.plan import settings
 from darkroom.plan.jobs import Where
 from darkroom.plan.roofline import Software

@@ -14,7 +14,7 @@ from darkroom.bill import Bill
 from darkroom.errors import InputError
 from darkroom.hardware.machine import environment
 from darkroom.measure.timing import Measurement, append_csv
-from darkroom.report.plots import Curve, curves, smooth, smoothing, thin
+from darkroom.report.html import Curve, curves, smooth, smoothing, thin
 from darkroom.report.runs import write_report
 from darkroom.run import Run
 

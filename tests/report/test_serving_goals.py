@@ -6,7 +6,7 @@ from typing import Any
 
 from darkroom.measure.serving import DARKROOM, ONE, SAME_KEY
 from darkroom.measure.timing import Measurement
-from darkroom.report.serving import goals, say_goals, write_serving_page
+from darkroom.report.measurements import goals, say_goals, write_serving_page
 
 FINE: dict[str, Any] = {"http_5xx": 0, "lost": 0, "failed": 0, "steps_to_free_most": 1.0}
 

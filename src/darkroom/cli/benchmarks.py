@@ -91,7 +91,7 @@ def bench_train(
             found = profiling.profile_family(str(model), **asked, repeats=repeats)
         return _profiled(found, profile, out, as_json)
     if model is not None or recipe is None:
-        from darkroom.measure.pretraining import bench_pretraining
+        from darkroom.measure.training import bench_pretraining
 
         rows = bench_pretraining(
             str(model),
@@ -255,7 +255,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")]
 def _drawing(model: str, size: str | None, steps: int, guidance: float, precision: str, device: str) -> Any:
     """The picture job that a benchmark repeats."""
     from darkroom import models
-    from darkroom.measure.drawing import Workload
+    from darkroom.measure.optimisations import Workload
 
     asked, place = size_of(size), models.device(device)
     opened = models.load(model, dtype=models.precision(precision, place), device=place)
@@ -344,7 +344,7 @@ def bench_precision(
     from dataclasses import replace
 
     from darkroom.measure.optimisations import compare_precisions, parse_steps
-    from darkroom.report.precision import write_precision_page
+    from darkroom.report.measurements import write_precision_page
 
     counts = parse_steps(steps)
     drawing = _drawing(model, size, counts[-1], guidance, "float32", device)
@@ -489,7 +489,7 @@ def bench_serve(
     from darkroom.errors import InputError
     from darkroom.measure.serving import ServeBench
     from darkroom.measure.serving import bench_serve as run
-    from darkroom.report.serving import say_goals, write_serving_page
+    from darkroom.report.measurements import say_goals, write_serving_page
 
     need_server()
     try:

@@ -23,7 +23,7 @@ from darkroom.evaluate.metrics import METRICS, MetricResult, Scorer, Sets, check
 from darkroom.evaluate.pictures import FolderPictures, Generate, Pictures, draw, open_pictures
 from darkroom.evaluate.prompts import Prompts, prompts_of_pictures, without_token
 from darkroom.models.model import Model
-from darkroom.tables import append_rows, check_table, read_rows
+from darkroom.run import append_rows, check_table, read_rows
 
 LOG = logging.getLogger("darkroom")
 ROLES = ("dino", "clip", "inception", "coca")

@@ -9,8 +9,7 @@ from darkroom import options
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware import machine
 from darkroom.hardware.meters import has_statistics
-from darkroom.measure.drawing import Metered, StepTimer, Workload
-from darkroom.measure.optimisations import DEVICE_LOST, free_memory, why_not
+from darkroom.measure.optimisations import DEVICE_LOST, Metered, StepTimer, Workload, free_memory, why_not
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.memory import CPU_MARGIN, Needs, count_needs

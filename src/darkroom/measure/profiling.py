@@ -24,8 +24,8 @@ from darkroom import models
 from darkroom.errors import InputError
 from darkroom.hardware.accelerator import allocated_bytes
 from darkroom.hardware.meters import has_statistics, resident_bytes
-from darkroom.measure.pretraining import LADDER, SwitchedStep
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
+from darkroom.measure.training import LADDER, SwitchedStep
 from darkroom.train.distributed.ranks import Ranks
 from darkroom.train.jobs import TrainingSetup
 from darkroom.train.step import Step

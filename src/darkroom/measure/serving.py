@@ -32,8 +32,15 @@ from typing import Any
 from darkroom import models
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware.system import load_average
+from darkroom.measure.pipeline_server import (
+    RANK,
+    TraceRequest,
+    description_of,
+    draw_trace,
+    make_adapters,
+    sizes_for,
+)
 from darkroom.measure.timing import Measurement, Timing, measurement
-from darkroom.measure.trace import RANK, TraceRequest, description_of, draw_trace, make_adapters, sizes_for
 
 DARKROOM, ONE, SAME_KEY = "darkroom", "one at a time", "same key together"
 LOADS = (0.5, 1.0, 4.0)

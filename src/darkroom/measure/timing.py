@@ -23,7 +23,7 @@ from darkroom.hardware.machine import git_commit, versions
 from darkroom.hardware.meters import PeakMemory
 from darkroom.hardware.prices import price
 from darkroom.hardware.system import load_average
-from darkroom.tables import append_rows, read_rows
+from darkroom.run import append_rows, read_rows
 
 T = TypeVar("T")
 

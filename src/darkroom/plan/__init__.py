@@ -3,8 +3,8 @@
 `ask_recipe`, `ask_generate` and `ask_prepare` say what is planned; `plans` gives its plan on a `Target`: this
 machine, a card, or all cards. The counts come from running the real code under fake tensors.
 
-`counts`, `training` and `tracing` count; `roofline` turns counts into seconds; `jobs` says what fits, how long and
-how much; `show` how sure that is; `advise` searches settings; `calibrate` measures this machine.
+`counts`, `training` and `tracing` count; `roofline` turns counts into seconds; `jobs` says what fits, how
+long and how much; `show` how sure that is; `advise` searches settings; `calibrate` measures this machine.
 """
 
 from __future__ import annotations

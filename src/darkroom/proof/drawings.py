@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from darkroom.report import html, plots
-from darkroom.report.plots import Curve
+from darkroom.report import html
+from darkroom.report.html import Curve
 
 Cells = Sequence[Mapping[str, Any]]
 KEY = (
@@ -298,7 +298,7 @@ def _picked(drawing: PlotSpec, cells: Cells) -> Iterator[Picked]:
 
 def _bars(drawing: PlotSpec, found: Sequence[Picked]) -> str:
     rows = [
-        plots.Marks(
+        html.Marks(
             _name(match, cell["case"]),
             cell["published"],
             cell["retold"],
@@ -308,7 +308,7 @@ def _bars(drawing: PlotSpec, found: Sequence[Picked]) -> str:
         )
         for match, cell in found
     ]
-    svg = plots.marked_bars(rows, label=f"{drawing.title} {drawing.table}", xlabel=drawing.unit)
+    svg = html.marked_bars(rows, label=f"{drawing.title} {drawing.table}", xlabel=drawing.unit)
     return html.plot(drawing.title, drawing.note, svg)
 
 
@@ -320,7 +320,7 @@ def _name(match: re.Match[str], case: str) -> str:
 def _lines(drawing: PlotSpec, found: Sequence[Picked]) -> str:
     published, retold, own = (_curves(drawing, found, key) for key in ("published", "retold", "today"))
     lows, highs = (_curves(drawing, found, key) for key in ("today_low", "today_high"))
-    svg = plots.marked_curves(
+    svg = html.marked_curves(
         published,
         retold,
         own,

@@ -1,19 +1,32 @@
-"""The sections on tables of measurements: one plot and one tidy table a benchmark."""
+"""The sections on tables of measurements: one plot and one tidy table a benchmark. And the pages on two of
+them: precisions, with pictures and what differs between them; and servers under load, with its goals.
+"""
 
 from __future__ import annotations
 
+import base64
+import io
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
+import darkroom
 from darkroom.bill import format_bytes, format_number
 from darkroom.hardware.meters import has_statistics
+from darkroom.hardware.system import write_atomically
+from darkroom.measure.optimisations import APART, INTERMEDIATES, RUNS, PicturePair, Precisions
 from darkroom.measure.profiling import PARTS, IterationProfile, shares
+from darkroom.measure.serving import DARKROOM, ONE, SAME_KEY
 from darkroom.measure.timing import Measurement, read_csv
-from darkroom.report import html, plots
-from darkroom.report.plots import Bar, Curve
+from darkroom.report import html
+from darkroom.report.html import Bar, Curve
+from darkroom.sample.likeness import difference_picture
 
 _SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "ratio": ("ratio", lambda v: f"{v:.3g}"),
@@ -69,7 +82,7 @@ def _plots(rows: Sequence[Measurement]) -> Iterator[str]:
         yield html.plot(
             "Ratio of times",
             f"to {references}; shorter is faster, the dashed line is 1",
-            plots.bars(
+            html.bars(
                 [
                     Bar(name, row.ratio or 0.0, text=f"{row.ratio:.3g}x", strong=row.ratio_to != row.case)
                     for name, row in ratios
@@ -90,7 +103,7 @@ def _plots(rows: Sequence[Measurement]) -> Iterator[str]:
             )
             for name, row in rates
         ]
-        svg = plots.bars(bars, label=f"Images a second {rows[0].benchmark}")
+        svg = html.bars(bars, label=f"Images a second {rows[0].benchmark}")
         yield html.plot("Images a second", "median; the line spans p10 to p90 of the repeats", svg)
         return
     timed = [(name, row) for name, row in zip(names, rows, strict=True) if row.median_s]
@@ -99,7 +112,7 @@ def _plots(rows: Sequence[Measurement]) -> Iterator[str]:
             Bar(name, row.median_s or 0.0, row.p10_s, row.p90_s, seconds(row.median_s or 0.0))
             for name, row in timed
         ]
-        svg = plots.bars(bars, label=f"Seconds {rows[0].benchmark}", xlabel="seconds")
+        svg = html.bars(bars, label=f"Seconds {rows[0].benchmark}", xlabel="seconds")
         yield html.plot("Time", "median; the line spans p10 to p90 of the repeats", svg)
 
 
@@ -174,12 +187,12 @@ def _memory(rows: Rows) -> Iterator[str]:
             Bar(row.case, (row.peak_memory_bytes or 0) / 1e9, text=format_bytes(row.peak_memory_bytes or 0))
             for row in weighed
         ]
-        svg = plots.bars(bars, label="Peak memory by optimisation", xlabel="GB")
+        svg = html.bars(bars, label="Peak memory by optimisation", xlabel="GB")
         yield html.plot("Peak memory", "of the whole process on a CPU, of the allocator on a card", svg)
     compared = [row for row in rows if "ssim" in row.settings]
     if compared:
         bars = [Bar(row.case, max(0.0, 1 - row.settings["ssim"]), text=_likeness(row)) for row in compared]
-        svg = plots.bars(bars, label="Difference to the plain picture", xlabel="1 - SSIM")
+        svg = html.bars(bars, label="Difference to the plain picture", xlabel="1 - SSIM")
         yield html.plot("Difference to the plain picture", "none for equal pictures", svg)
 
 
@@ -232,7 +245,7 @@ def _by(rows: Rows, key: str, title: str, caption: str, value: Callable[[Measure
             curves.append(Curve(case, *np.array(known, dtype=float).T))
     if not curves:
         return ""
-    svg = plots.curves(curves, label=title, xlabel=key)
+    svg = html.curves(curves, label=title, xlabel=key)
     return html.plot(title, caption, svg, html.legend([curve.name for curve in curves]))
 
 
@@ -295,3 +308,295 @@ def _split(axis: Any, profile: IterationProfile) -> None:
     axis.set_title("share of the iteration, median", loc="left", fontsize=9)
     axis.legend(ncols=6, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.05))
     axis.spines[["left", "bottom"]].set_visible(False)
+
+
+# ---- the page on two precisions: pictures, what differs between them, and likeness by steps
+
+GAIN = 8.0
+PSNR_OF_EQUALS = 100.0
+"""Where equal pictures are drawn: no 8-bit pictures that differ come near it."""
+METRICS = (
+    ("psnr_db", "PSNR", "dB; higher is more alike, equal pictures at 100"),
+    ("ssim", "SSIM", "1 is equal"),
+    ("nrmse", "NRMSE", "root mean squared error by the reference's size; 0 is equal"),
+    ("lpips", "LPIPS", "learned distance; 0 is equal"),
+)
+SHOWN_PX = 256
+
+
+def write_precision_page(found: Precisions, out: Path | str) -> Path:
+    """Write one HTML file: the pictures of both precisions with their differences, and plots by steps."""
+    first, second = found.names
+    names = (RUNS, INTERMEDIATES, APART)
+    body = [
+        html.section(
+            "How alike, by steps",
+            html.legend(names),
+            html.grid(_plot(found, *metric) for metric in METRICS),
+            _words(
+                f"{RUNS}: a whole run of n steps in {first} and in {second}. {INTERMEDIATES}: what both have "
+                f"after n steps of the longest run. {APART}: in {first} alone, the run of n steps against "
+                "those intermediates; were they the same thing, that line would say equal all along."
+            ),
+        ),
+        *(
+            html.section(title, _strip(found.series(name), labels))
+            for title, name, labels in (
+                ("Whole runs", RUNS, (second, first)),
+                ("Intermediates of the longest run", INTERMEDIATES, (second, first)),
+                (f"Runs and intermediates are not the same ({first})", APART, ("run", "intermediate")),
+            )
+        ),
+        html.section("In numbers", _likeness_table(found)),
+    ]
+    now = datetime.now(UTC)
+    page = html.page(
+        f"{first} and {second}",
+        f"the same noise, prompt and solver through two precisions, {now.day} {now:%B %Y}",
+        "\n".join(body),
+        f"Written by darkroom {darkroom.__version__} on {now:%Y-%m-%d %H:%M} UTC. One file; nothing is "
+        f"loaded from elsewhere. Differences are drawn {GAIN:g} times as bright.",
+    )
+    target = Path(out)
+    write_atomically(target, page)
+    return target
+
+
+def _plot(found: Precisions, key: str, title: str, caption: str) -> str:
+    if not all(key in pair.likeness for pair in found.pairs):
+        return ""
+    drawn = [_curve(name, found.series(name), key) for name in (RUNS, INTERMEDIATES, APART)]
+    return html.plot(title, caption, html.curves(drawn, label=f"{title} by steps", held_out=()))
+
+
+def _curve(name: str, pairs: Sequence[PicturePair], key: str) -> Curve:
+    values = [min(pair.likeness[key], PSNR_OF_EQUALS) for pair in pairs]
+    return Curve(name, np.array([pair.steps for pair in pairs], dtype=float), np.array(values))
+
+
+def _strip(pairs: Sequence[PicturePair], labels: tuple[str, str]) -> str:
+    """Both pictures and their difference, a row for each number of steps."""
+    return html.grid(
+        (
+            frame
+            for pair in pairs
+            for frame in (
+                _frame(pair.first, f"{pair.steps} steps, {labels[0]}"),
+                _frame(pair.second, f"{pair.steps} steps, {labels[1]}"),
+                _frame(difference_picture(pair.first, pair.second, gain=GAIN), f"difference: {_short(pair)}"),
+            )
+        ),
+        "film three",
+    )
+
+
+def _frame(picture: Image.Image, caption: str) -> str:
+    small = picture.copy()
+    small.thumbnail((SHOWN_PX, SHOWN_PX))
+    buffer = io.BytesIO()
+    small.save(buffer, "PNG")
+    source = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    words = html.escape(caption)
+    image = f'<img class="small" src="{source}" width="{small.width}" height="{small.height}" alt="{words}">'
+    return f'<figure class="frame">{image}<figcaption>{words}</figcaption></figure>'
+
+
+def _short(pair: PicturePair) -> str:
+    psnr = pair.likeness["psnr_db"]
+    return "none" if math.isinf(psnr) else f"{psnr:.1f} dB, SSIM {pair.likeness['ssim']:.3f}"
+
+
+def _likeness_table(found: Precisions) -> str:
+    keys = [key for key, *_ in METRICS if key in found.pairs[0].likeness] + ["max_diff"]
+    rows = [
+        [pair.series, pair.steps, *(f"{pair.likeness[key]:.4g}" for key in keys)]
+        for name in (RUNS, INTERMEDIATES, APART)
+        for pair in found.series(name)
+    ]
+    return html.table(["series", "steps", *keys], rows, frozenset(range(1, 2 + len(keys))))
+
+
+def _words(text: str) -> str:
+    return f'<p class="note" style="margin-top: 8px">{html.escape(text)}</p>'
+
+
+# ---- the page on servers under load, with its goals
+#
+# Rates, latencies, and what overload and cancelling cost.
+
+TABLES = {
+    "serve-saturation": "As fast as they are taken",
+    "serve-poisson": "Poisson arrivals at 0.8 of what one at a time can do",
+    "serve-load": "Darkroom at multiples of its own capacity",
+}
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "latency_p50_s": ("latency p50", seconds),
+    "latency_p95_s": ("p95", seconds),
+    "latency_p99_s": ("p99", seconds),
+    "admission_p50_s": ("admission p50", seconds),
+    "admission_p99_s": ("p99", seconds),
+    "step_s": ("step", seconds),
+    "evaluations_a_step": ("evaluations a step", lambda value: f"{value:.3g}"),
+    "steps_to_free_most": ("steps to free, most", lambda value: f"{value:g}"),
+    "refusal_p99_s": ("refusal p99", seconds),
+    "done": ("done", str),
+    "cancelled": ("cancelled", str),
+    "refused": ("refused", str),
+    "failed": ("failed", str),
+    "lost": ("lost", str),
+    "http_5xx": ("5xx", str),
+}
+
+
+def write_serving_page(rows: Sequence[Measurement], out: Path | str) -> Path:
+    """Write one HTML file from the rows of `bench serve`."""
+    body = [_goals(rows)]
+    body += [
+        _section(title, [row for row in rows if row.benchmark == name]) for name, title in TABLES.items()
+    ]
+    now = datetime.now(UTC)
+    settings = rows[0].settings
+    page = html.page(
+        "Servers under load",
+        f"{settings['model']}, {settings['adapters']} adapters, mixed sizes, steps and guidance, "
+        f"{now.day} {now:%B %Y}",
+        "\n".join([*body, html.section("The trace", html.pairs(_trace(rows[0])))]),
+        f"Written by darkroom {darkroom.__version__} on {now:%Y-%m-%d %H:%M} UTC. One file; nothing is "
+        "loaded from elsewhere.",
+    )
+    target = Path(out)
+    write_atomically(target, page)
+    return target
+
+
+def _goals(rows: Sequence[Measurement]) -> str:
+    """What the server promises, and what was measured."""
+    found = [
+        [
+            goal.name,
+            f"{goal.value:.3g} {goal.unit}".strip(),
+            f"{'at least' if goal.at_least else 'at most'} {goal.limit:g}",
+            "yes" if goal.met else "no",
+        ]
+        for goal in goals(rows)
+    ]
+    if not found:
+        return ""
+    return html.section(
+        "In short", html.table(["", "measured", "wanted", "met"], found, frozenset({1, 2, 3}))
+    )
+
+
+def _section(title: str, rows: Sequence[Measurement]) -> str:
+    if not rows:
+        return ""
+    rates = [Bar(row.case, row.images_per_s or 0.0, text=rate(row.images_per_s or 0.0)) for row in rows]
+    waits = [
+        Bar(row.case, row.settings["latency_p50_s"], text=seconds(row.settings["latency_p50_s"]))
+        for row in rows
+        if "latency_p50_s" in row.settings
+    ]
+    drawn = [html.plot("Images a second", "longer is better", html.bars(rates, label=f"Rates: {title}"))]
+    if waits:
+        svg = html.bars(waits, label=f"Latencies: {title}", xlabel="seconds")
+        drawn.append(html.plot("Median latency", "from due to done; shorter is better", svg))
+    return html.section(title, html.grid(drawn), _serving_table(rows))
+
+
+def _serving_table(rows: Sequence[Measurement]) -> str:
+    shown = [name for name in COLUMNS if any(row.settings.get(name) is not None for row in rows)]
+    header = ["", "images/s", *(COLUMNS[name][0] for name in shown)]
+    body = [[row.case, rate(row.images_per_s or 0.0), *(_cell(row, name) for name in shown)] for row in rows]
+    return html.table(header, body, frozenset(range(1, len(header))))
+
+
+def _trace(row: Measurement) -> dict[str, str]:
+    """What was asked for, and where."""
+    settings = {
+        name: str(value) for name, value in row.settings.items() if name not in COLUMNS and "_p" not in name
+    }
+    return settings | {"machine": row.machine, "device": row.device, "commit": row.commit, "note": row.note}
+
+
+def _cell(row: Measurement, name: str) -> str:
+    value = row.settings.get(name)
+    return "" if value is None else COLUMNS[name][1](value)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure with its target."""
+
+    name: str
+    value: float
+    limit: float
+    unit: str
+    at_least: bool
+
+    @property
+    def met(self) -> bool:
+        """Whether it is as it should be."""
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+    def line(self) -> str:
+        """For a console."""
+        wanted = "at least" if self.at_least else "at most"
+        mark = "yes" if self.met else "no"
+        return f"{mark:>3}  {self.name}: {self.value:.4g} {self.unit} ({wanted} {self.limit:g})"
+
+
+def goals(rows: Sequence[Measurement]) -> list[Goal]:
+    """All that can be concluded from the rows there are."""
+    return [*_throughput(rows), *_under_load(rows)]
+
+
+def _throughput(rows: Sequence[Measurement]) -> Iterator[Goal]:
+    rates = {row.case: row.images_per_s for row in rows if row.benchmark == "serve-saturation"}
+    mine = rates.get(DARKROOM)
+    for other, limit in ((ONE, 2.5), (SAME_KEY, 1.0)):
+        if mine and (theirs := rates.get(other)):
+            yield Goal(f"pictures a second, to {other}", mine / theirs, limit, "times", True)
+
+
+def _under_load(rows: Sequence[Measurement]) -> Iterator[Goal]:
+    """Loads given several times, in turns, count with their mean pictures a second and their worst else."""
+    loads: dict[float, list[Measurement]] = {}
+    for row in rows:
+        if row.benchmark == "serve-load":
+            loads.setdefault(row.settings["load"], []).append(row)
+    if loads and (low := min(loads)) < 1:  # at all of its capacity or more a queue grows, however it is kept
+        least = [row.settings for row in loads[low] if {"admission_p99_s", "step_s"} <= row.settings.keys()]
+        if least:
+            steps = max(one["admission_p99_s"] / one["step_s"] for one in least)
+            yield Goal(f"admission p99 at {low:g}x capacity", steps, 2.0, "step times", False)
+    if {1.0, 4.0} <= loads.keys() and (at_one := _mean_rate(loads[1.0])):
+        share = _mean_rate(loads[4.0]) / at_one
+        yield Goal("goodput at 4x capacity, to that at 1x", share, 0.95, "", True)
+    if true := [
+        row.settings["retry_after_true"] for row in loads.get(4.0, []) if "retry_after_true" in row.settings
+    ]:
+        yield Goal("Retry-After true, of those who waited it out at 4x", min(true), 0.9, "", True)
+    own = [row.settings for row in rows if row.case.startswith(DARKROOM)]
+    for column, name, limit, unit in (
+        ("refusal_p99_s", "refusal p99", 0.05, "s"),
+        ("steps_to_free_most", "from cancel to free row, most", 1.0, "steps"),
+    ):
+        if found := [settings[column] for settings in own if settings.get(column) is not None]:
+            yield Goal(name, max(found), limit, unit, False)
+    for column, name in (("http_5xx", "answers with 5xx"), ("lost", "lost jobs"), ("failed", "failed jobs")):
+        if own:
+            yield Goal(name, _sum(own, column), 0.0, "", False)
+
+
+def _mean_rate(rows: Sequence[Measurement]) -> float:
+    return sum(row.images_per_s or 0.0 for row in rows) / len(rows)
+
+
+def _sum(settings: Sequence[dict[str, Any]], column: str) -> float:
+    return float(sum(one.get(column) or 0 for one in settings))
+
+
+def say_goals(rows: Sequence[Measurement], say: Callable[[str], None]) -> None:
+    """Each on a line."""
+    for goal in goals(rows):
+        say(goal.line())

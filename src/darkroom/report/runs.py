@@ -21,9 +21,9 @@ from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware import machine
 from darkroom.hardware.machine import Machine
 from darkroom.hardware.system import write_atomically
-from darkroom.report import html, plots
+from darkroom.report import html
+from darkroom.report.html import Curve, as_curve
 from darkroom.report.measurements import measurement_sections
-from darkroom.report.plots import Curve, as_curve
 from darkroom.run import ENVIRONMENT, RECIPE, Run
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp")
@@ -203,7 +203,7 @@ def _curves(runs_read: Sequence[RunData]) -> Iterator[str]:
         yield html.plot(
             "Loss",
             f"thin: each step; thick: smoothed{dashed}",
-            plots.curves(losses, label="Loss by step", held_out=[curve for curve in held if len(curve.x)]),
+            html.curves(losses, label="Loss by step", held_out=[curve for curve in held if len(curve.x)]),
         )
     for one in runs_read:
         found = one.by_timestep()
@@ -212,14 +212,14 @@ def _curves(runs_read: Sequence[RunData]) -> Iterator[str]:
             yield html.plot(
                 f"Held-out loss by timestep{whose}",
                 "fixed pictures and noise; a high timestep is mostly noise",
-                plots.by_timestep(found, label=f"Held-out loss by timestep {one.name}"),
+                html.by_timestep(found, label=f"Held-out loss by timestep {one.name}"),
             )
     rates, norms = [one.curve("lr") for one in runs_read], [one.curve("grad_norm") for one in runs_read]
     if any(len(curve.x) for curve in (*rates, *norms)):
         yield html.plot(
             "Learning rate and gradient norm",
             "the norm is taken before clipping",
-            plots.two_rows(
+            html.two_rows(
                 rates, norms, labels=("rate", "norm"), label="Learning rate and gradient norm by step"
             ),
         )
@@ -232,13 +232,11 @@ def _curves(runs_read: Sequence[RunData]) -> Iterator[str]:
         name, _, unit = key.removeprefix("heldout_").partition("_")
         title = f"Held-out {name.upper() if name in _SHOUTED else name}"
         yield html.plot(
-            title, unit.replace("_", " ").replace("db", "dB"), plots.curves([], label=title, held_out=scores)
+            title, unit.replace("_", " ").replace("db", "dB"), html.curves([], label=title, held_out=scores)
         )
     speeds = [one.curve("images_per_s") for one in runs_read]
     if any(len(curve.x) for curve in speeds):
-        yield html.plot(
-            "Throughput", "images a second", plots.curves(speeds, label="Images a second by step")
-        )
+        yield html.plot("Throughput", "images a second", html.curves(speeds, label="Images a second by step"))
 
 
 def _is_score(key: str, value: Any) -> bool:
@@ -317,7 +315,7 @@ def _parts(bill: Bill) -> str:
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     whole = sum(parts.values()) or 1.0
     names = [f"{name} {format_seconds(value)} ({value / whole:.0%})" for name, value in ordered]
-    svg = plots.shares(parts, label=f"Where the time went {bill.device} {bill.wall_s:.3f}")
+    svg = html.shares(parts, label=f"Where the time went {bill.device} {bill.wall_s:.3f}")
     return html.plot("Where the time went", "", svg, html.legend(names, "key"))
 
 
@@ -417,7 +415,7 @@ def _last(curve: Curve) -> float | None:
 
 
 def _smoothed_end(curve: Curve) -> float | None:
-    return float(plots.smooth(curve.y, plots.smoothing(len(curve.y)))[-1]) if len(curve.y) else None
+    return float(html.smooth(curve.y, html.smoothing(len(curve.y)))[-1]) if len(curve.y) else None
 
 
 def _median(curve: Curve) -> float | None:
