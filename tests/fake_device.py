@@ -163,14 +163,14 @@ def draw_steered(model: Any, net: Any, kind: str, **more: Any) -> int:
 
 def prepare(model: Any, kind: str) -> int:
     """Pictures to latent moments and captions to states, as `darkroom prepare` and inline encoding do it."""
-    from darkroom.prepare import encoders
-    from darkroom.prepare.encoders import TextEncoder, VaeEncoder
+    from darkroom.prepare import columns
+    from darkroom.prepare.columns import TextEncoder, VaeEncoder
 
     def placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
         return module.to(device, dtype).eval()  # without the copy, which fake weights do not take
 
     vae, text = VaeEncoder(model.vae), TextEncoder(model.text_encoders, model.tokenizers)
-    with watched(kind) as watch, patch.object(encoders, "_placed", placed):
+    with watched(kind) as watch, patch.object(columns, "_placed", placed):
         vae.to(watch.place)
         text.to(watch.place)
         moments = vae.encode(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))

@@ -22,9 +22,9 @@ from darkroom.cluster.feed import share_of
 from darkroom.cluster.keeper import Keeper, RankStatus, SharedPool
 from darkroom.cluster.prepare import Ask, _Fragments, _Sized, cut_block, parts_folder
 from darkroom.cluster.usage import Use
-from darkroom.data.commit_retry import vanished
+from darkroom.data.versions import vanished
 from darkroom.errors import DarkroomError, InputError, StoreError
-from darkroom.prepare.fragments import Notes
+from darkroom.prepare.job import Notes
 from darkroom.train.distributed.ranks import Ranks
 
 

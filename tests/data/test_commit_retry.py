@@ -76,7 +76,7 @@ def test_where_commits_cannot_be_locked_out_young_versions_stay(tmp_path):
 def waits(monkeypatch) -> list[int]:
     """Each wait for other writers."""
     waited: list[int] = []
-    for module in ("commit_retry", "store"):
+    for module in ("versions", "store"):
         monkeypatch.setattr(f"darkroom.data.{module}.wait", waited.append)
     return waited
 

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 import warm
 from darkroom.cli.application import app
-from darkroom.data import takedowns, verify
-from darkroom.data.commit_retry import writing
+from darkroom.data import sidecars, verify
 from darkroom.data.importers.job import import_pictures, picture_id
 from darkroom.data.store import Store
+from darkroom.data.versions import writing
 from darkroom.errors import StoreError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -148,7 +148,7 @@ def test_verify_shows_what_was_deleted_on_which_day(path, monkeypatch):
         def now(cls, tz=None):
             return datetime.now(tz) + timedelta(days=400)
 
-    monkeypatch.setattr(takedowns, "datetime", Later)
+    monkeypatch.setattr(sidecars, "datetime", Later)
     Store.open(path).delete(source="A")
     assert taken_down(path) == {"A": 10, "B": 1}
     *_, last = verify(path).takedowns
@@ -184,7 +184,7 @@ def test_a_damaged_note_of_a_deletion_is_named(path):
 KILLED_NOTING = """
 import os, signal, sys
 from darkroom.data.store import Store
-from darkroom.data.takedowns import Takedowns
+from darkroom.data.sidecars import Takedowns
 def killed(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 store, of, where = Store.open(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -312,7 +312,7 @@ def test_what_a_killed_writer_left_is_found_and_removed(path):
     found = verify(path)
     assert found.unreferenced_files >= 1
     assert any("that belong to no version" in problem for problem in found.problems)
-    from darkroom.data.commit_retry import writing
+    from darkroom.data.versions import writing
 
     with writing(path):
         assert verify(path, purge=True).others_writing

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from darkroom.cli.application import app
 from darkroom.data.importers.folder import FolderSource
 from darkroom.data.importers.job import find_kind, import_pictures
-from darkroom.data.importers.mds import MdsSource
+from darkroom.data.importers.shards import MdsSource
 from darkroom.data.importers.source import Columns, Sample, pictures_below
 from darkroom.data.store import Store
 from darkroom.errors import InputError

@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 
-from darkroom.data import seen as module
-from darkroom.data.seen import SeenIds, short_id
+from darkroom.data import sidecars as module
+from darkroom.data.sidecars import SeenIds, short_id
 
 
 def test_it_agrees_with_a_plain_set(monkeypatch, tmp_path):

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 from material import rows
 
-from darkroom.data.commit_retry import conflicted, not_opened, plain, vanished, writing
 from darkroom.data.importers.source import widen
 from darkroom.data.store import SCHEMA, FragmentInfo, Store, count_shapes
+from darkroom.data.versions import conflicted, not_opened, plain, vanished, writing
 from darkroom.errors import StoreError
 
 

@@ -8,7 +8,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from darkroom.data.importers.zip import ZipReader
+from darkroom.data.importers.archives import ZipReader
 from darkroom.errors import InputError
 
 CONTENT = {

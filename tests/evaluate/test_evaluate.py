@@ -17,8 +17,7 @@ from darkroom.evaluate import statistics
 from darkroom.evaluate.extractors import open_extractor
 from darkroom.evaluate.job import append_scores, evaluate, evaluate_folder, read_scores
 from darkroom.evaluate.metrics import METRICS
-from darkroom.evaluate.pictures import FolderPictures, StorePictures, draw, images, open_pictures
-from darkroom.evaluate.prompts import Prompts
+from darkroom.evaluate.pictures import FolderPictures, Prompts, StorePictures, draw, images, open_pictures
 from darkroom.evaluate.small import TrainingHashes
 from darkroom.evaluate.statistics import unit
 

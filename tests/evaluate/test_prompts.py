@@ -11,8 +11,7 @@ import pytest
 from PIL import Image
 
 from darkroom.errors import InputError
-from darkroom.evaluate.pictures import FolderPictures
-from darkroom.evaluate.prompts import Prompts, prompts_of_pictures, read_prompts
+from darkroom.evaluate.pictures import FolderPictures, Prompts, prompts_of_pictures, read_prompts
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,9 @@ import yaml
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from darkroom.data.importers.mds import MdsSource
+from darkroom.data.importers.archives import WebdatasetSource, ZipReader
+from darkroom.data.importers.shards import MdsSource
 from darkroom.data.importers.source import Columns
-from darkroom.data.importers.webdataset import WebdatasetSource
-from darkroom.data.importers.zip import ZipReader
 from darkroom.errors import DarkroomError
 from darkroom.models.adapters.adapter import Adapter, Layer
 from darkroom.models.adapters.read import read_adapter, write_adapter

@@ -35,14 +35,8 @@ from darkroom.hardware import system
 HIDDEN = {"fcntl", "resource"}
 HIDDEN_OF_OS = ("sched_getaffinity", "fork", "getloadavg", "uname", "posix_fadvise")
 ONCE_USED_THEM = (
-    *("hardware.memory", "hardware.machine", "run", "data.commit_retry", "data.purging", "data.sidecars"),
-    *(
-        "data.importers.job",
-        "data.importers.zip",
-        "prepare.fragments",
-        "train.distributed.ranks",
-        "measure.timing",
-    ),
+    *("hardware.meters", "hardware.machine", "run", "data.versions", "data.sidecars", "data.importers.job"),
+    *("data.importers.archives", "prepare.job", "train.distributed.ranks", "measure.timing"),
 )
 
 

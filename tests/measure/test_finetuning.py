@@ -16,7 +16,7 @@ from PIL import Image
 from darkroom import models
 from darkroom.errors import DarkroomError, InputError
 from darkroom.evaluate.job import read_scores
-from darkroom.evaluate.prompts import Prompts
+from darkroom.evaluate.pictures import Prompts
 from darkroom.measure import finetuning_results
 from darkroom.measure.finetuning import (
     BEST,

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from darkroom import models
 from darkroom.errors import InputError, ModelError
 from darkroom.models.model import Model
-from darkroom.prepare.encoders import text_states, tokenize
+from darkroom.prepare.columns import text_states, tokenize
 from darkroom.recipe.sections import WordSettings
 from darkroom.sample import encode_prompts
 from darkroom.train.tasks.textual_inversion import add_word

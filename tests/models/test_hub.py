@@ -190,7 +190,7 @@ def test_without_a_network_one_short_try_is_made(
     hub: Hub, kind: str, monkeypatch: Any, caplog: Any, tmp_path: Path
 ) -> None:
     """A proxy that takes the connection and says nothing is the slowest of them."""
-    monkeypatch.setattr("darkroom.models.hub.ANSWER_S", 1.0)
+    monkeypatch.setattr("darkroom.models.checked.ANSWER_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1] if kind == "silent" else 9
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{port}")

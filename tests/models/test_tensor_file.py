@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from darkroom import models
-from darkroom.models.tensor_file import write_tensors
+from darkroom.models.model import write_tensors
 from models.made_adapters import made
 
 

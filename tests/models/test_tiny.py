@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from darkroom import models, sample
 from darkroom.errors import ModelError
 from darkroom.models.tiny import TinyAutoencoder
-from darkroom.prepare.encoders import VaeEncoder
+from darkroom.prepare.columns import VaeEncoder
 
 CONFIG = {
     "width": 8,

@@ -16,8 +16,14 @@ from darkroom.data.order import Order
 from darkroom.data.store import Store
 from darkroom.errors import InputError, ModelError
 from darkroom.models.model import Model
-from darkroom.prepare.columns import latents_column, text_column
-from darkroom.prepare.encoders import InlineEncoder, TextEncoder, VaeEncoder, sample_latents
+from darkroom.prepare.columns import (
+    InlineEncoder,
+    TextEncoder,
+    VaeEncoder,
+    latents_column,
+    sample_latents,
+    text_column,
+)
 from darkroom.prepare.job import prepare
 
 

@@ -20,10 +20,8 @@ from darkroom.data.images import buckets, decode, nearest_bucket, resize_crop, t
 from darkroom.data.store import Store
 from darkroom.errors import ColumnError, InputError, StoreError
 from darkroom.models.model import Model
-from darkroom.prepare.columns import latents_column, text_column
-from darkroom.prepare.encoders import TextEncoder, VaeEncoder
-from darkroom.prepare.fragments import Notes
-from darkroom.prepare.job import PrepareReport, prepare
+from darkroom.prepare.columns import TextEncoder, VaeEncoder, latents_column, text_column
+from darkroom.prepare.job import Notes, PrepareReport, prepare
 
 HERE = Path(__file__).parent
 

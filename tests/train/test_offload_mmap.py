@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from darkroom.models.tensor_file import cast_opened
+from darkroom.models.model import cast_opened
 from darkroom.train import memory
 from darkroom.train.memory import offload_mmap
 

@@ -184,7 +184,7 @@ def _of_model(model: Model, names: list[str], prompts: Any, **more: Any) -> Any:
 
 
 def _prompts(asked: PromptTableOptions, class_word: str | None, token: str | None) -> Any:
-    from darkroom.evaluate.prompts import read_prompts
+    from darkroom.evaluate.pictures import read_prompts
 
     if asked.prompts is None:
         raise InputError("no prompts", mend="add --prompts FILE, or --prompts dreambooth:live=FILE")

@@ -353,7 +353,7 @@ class OnlineEncoder:
     """An encoder actor of an online feed."""
 
     def __init__(self, parts: Parts) -> None:
-        from darkroom.prepare.encoders import TextEncoder, VaeEncoder
+        from darkroom.prepare.columns import TextEncoder, VaeEncoder
 
         device = device_here()
         self._vae = VaeEncoder(parts.vae, device=device)

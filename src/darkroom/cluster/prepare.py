@@ -34,8 +34,17 @@ from darkroom.cluster.usage import BlockTimes, Use
 from darkroom.errors import DarkroomError, StoreError
 from darkroom.hardware.system import atomic_replace, remove_tree, sync_file
 from darkroom.prepare.columns import Column, Layout, Value
-from darkroom.prepare.fragments import Encoded, FragmentFile, Note, encode_piece, read_pieces
-from darkroom.prepare.job import EncodeTask, PrepareReport, Progress, prepare
+from darkroom.prepare.job import (
+    Encoded,
+    EncodeTask,
+    FragmentFile,
+    Note,
+    PrepareReport,
+    Progress,
+    encode_piece,
+    prepare,
+    read_pieces,
+)
 
 BLOCK_BYTES = 32 * 1024**2  # of ready values
 BLOCK_ROWS = 4096

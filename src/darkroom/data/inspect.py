@@ -19,14 +19,20 @@ import pyarrow.compute as pc
 from lance.file import LanceFileReader
 from PIL import Image, ImageDraw, ImageFont
 
-from darkroom.data.commit_retry import dropping, sole_writer
 from darkroom.data.images import PictureError, decode, resize_crop
 from darkroom.data.importers.job import picture_id, prefix
-from darkroom.data.purging import Journal, Purged, VersionFiles, stale_preparations, unnamed, with_deletions
-from darkroom.data.seen import SeenIds, short_id
-from darkroom.data.sidecars import Sidecars
+from darkroom.data.sidecars import SeenIds, Sidecars, by_day, short_id
 from darkroom.data.store import DOUBLE_OF, Store, count_shapes
-from darkroom.data.takedowns import by_day
+from darkroom.data.versions import (
+    Journal,
+    Purged,
+    VersionFiles,
+    dropping,
+    sole_writer,
+    stale_preparations,
+    unnamed,
+    with_deletions,
+)
 from darkroom.errors import StoreError
 from darkroom.hardware.system import atomic_replace
 

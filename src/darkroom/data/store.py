@@ -24,36 +24,33 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from darkroom.data.commit_retry import (
-    Filtering,
-    committing,
-    conflicted,
-    dropping,
-    look,
-    no_column,
-    not_opened,
-    plain,
-    sole_writer,
-    vanished,
-    wait,
-    writing,
-)
 from darkroom.data.order import Chosen
-from darkroom.data.purging import (
+from darkroom.data.sidecars import Sidecars, Takedown, Takedowns
+from darkroom.data.texts import readable
+from darkroom.data.versions import (
+    Filtering,
     Journal,
     Purged,
     VersionFiles,
     affected,
+    committing,
+    conflicted,
+    dropping,
     files_of,
+    look,
+    no_column,
     no_stray_folder,
+    not_opened,
+    plain,
     remove_counts,
     remove_files,
+    sole_writer,
     unnamed,
+    vanished,
+    wait,
     with_deletions,
+    writing,
 )
-from darkroom.data.sidecars import Sidecars
-from darkroom.data.takedowns import Takedown, Takedowns
-from darkroom.data.texts import readable
 from darkroom.errors import StoreError, is_system_failure
 from darkroom.hardware.system import file_name
 

@@ -2,8 +2,8 @@
 
 `statistics` holds the distances (Frechet, kernel, cosine) in float64, `metrics` the measures by name and
 their bootstrap intervals. `extractors` opens networks: published ones, or darkroom's own `small` one, whose
-folder says which pictures it has `seen`. `drawing` draws the pictures to be scored, once; `job` is the whole
-way from a model or a folder to rows of `scores`.
+folder says which pictures it has `seen`. `pictures` holds the pictures to be scored and their prompts, and
+draws them once; `job` is the whole way from a model or a folder to rows of scores.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
         read_scores,
     )
     from darkroom.evaluate.metrics import METRICS
-    from darkroom.evaluate.pictures import FolderPictures, StorePictures, open_pictures
-    from darkroom.evaluate.prompts import Prompts, read_prompts
+    from darkroom.evaluate.pictures import FolderPictures, Prompts, StorePictures, open_pictures, read_prompts
 
 __all__ = [
     "METRICS",
@@ -41,7 +40,7 @@ __all__ = [
     "read_scores",
 ]
 
-_MODULES = ("extractors", "job", "metrics", "pictures", "prompts", "scores")
+_MODULES = ("extractors", "job", "metrics", "pictures")
 
 
 def __getattr__(name: str) -> Any:

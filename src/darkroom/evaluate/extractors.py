@@ -26,8 +26,7 @@ from darkroom.evaluate.pictures import Preprocess, in_batches
 from darkroom.evaluate.small import KIND, TrainingHashes, open_small, word_ids
 from darkroom.evaluate.statistics import Array
 from darkroom.libraries import quiet
-from darkroom.models.checked import check_tokenizer, read_json
-from darkroom.models.hub import fetch
+from darkroom.models.checked import check_tokenizer, fetch, read_json
 from darkroom.models.reference import is_hub_id
 
 BATCH = 16

@@ -20,8 +20,16 @@ from darkroom import models
 from darkroom.errors import InputError
 from darkroom.evaluate.extractors import Extractor, open_extractor
 from darkroom.evaluate.metrics import METRICS, MetricResult, Scorer, Sets, check_needs, chosen
-from darkroom.evaluate.pictures import FolderPictures, Generate, Pictures, draw, open_pictures
-from darkroom.evaluate.prompts import Prompts, prompts_of_pictures, without_token
+from darkroom.evaluate.pictures import (
+    FolderPictures,
+    Generate,
+    Pictures,
+    Prompts,
+    draw,
+    open_pictures,
+    prompts_of_pictures,
+    without_token,
+)
 from darkroom.models.model import Model
 from darkroom.run import append_rows, check_table, read_rows
 

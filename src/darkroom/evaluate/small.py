@@ -35,7 +35,7 @@ from darkroom.evaluate.settings import SmallSettings
 from darkroom.hardware.accelerator import new_tensor
 from darkroom.models.checked import read_json
 from darkroom.models.folder import replaced_folder
-from darkroom.models.tensor_file import write_tensors
+from darkroom.models.model import write_tensors
 
 KIND = "darkroom-extractor"
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"

@@ -20,7 +20,7 @@ from darkroom import models
 from darkroom.bill import Bill, format_number
 from darkroom.errors import is_out_of_memory
 from darkroom.evaluate.job import Score, append_scores, evaluate, open_extractors
-from darkroom.evaluate.prompts import Prompts, read_prompts
+from darkroom.evaluate.pictures import Prompts, read_prompts
 from darkroom.hardware.meters import PeakMemory, give_back, resident_bytes
 from darkroom.hardware.system import load_average, remove_tree
 from darkroom.libraries import hush

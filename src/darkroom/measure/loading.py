@@ -24,8 +24,8 @@ import pyarrow as pa
 from PIL import Image
 from pyarrow import parquet
 
+from darkroom.data.importers.archives import ZipReader
 from darkroom.data.importers.job import import_pictures
-from darkroom.data.importers.zip import ZipReader
 from darkroom.data.loader import Loader, ReadSettings
 from darkroom.data.order import Order
 from darkroom.data.store import SCHEMA, Store

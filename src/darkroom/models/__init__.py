@@ -15,9 +15,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from darkroom.models.adapters.adapter import Adapter, Factors, Layer
     from darkroom.models.adapters.bank import Bank
-    from darkroom.models.adapters.export import describe_adapter, export_adapter, export_merged, is_adapter
-    from darkroom.models.adapters.metadata import about
-    from darkroom.models.adapters.read import fit, merge, merge_all, read_adapter, write_adapter
+    from darkroom.models.adapters.files import about
+    from darkroom.models.adapters.read import (
+        describe_adapter,
+        export_adapter,
+        export_merged,
+        fit,
+        is_adapter,
+        merge,
+        merge_all,
+        read_adapter,
+        write_adapter,
+    )
     from darkroom.models.control import ControlNet, describe_control, read_control
     from darkroom.models.embeddings import (
         Embedding,
@@ -113,15 +122,13 @@ __all__ = [
 _MODULES: dict[str, tuple[str, ...]] = {
     "adapters.adapter": ("Adapter", "Factors", "Layer"),
     "adapters.bank": ("Bank",),
-    "adapters.export": (
+    "adapters.files": ("about",),
+    "adapters.read": (
         "describe_adapter",
         "export_adapter",
         "export_merged",
-        "is_adapter",
-    ),
-    "adapters.metadata": ("about",),
-    "adapters.read": (
         "fit",
+        "is_adapter",
         "merge",
         "merge_all",
         "read_adapter",

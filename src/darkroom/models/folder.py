@@ -27,13 +27,13 @@ from darkroom.models.checked import (
     FLOATS,
     check_complete,
     check_numbers,
+    fetch,
     read_json,
     read_scheduler,
     tensor_types,
     weight_files,
 )
 from darkroom.models.families import FAMILIES, check_fit, create
-from darkroom.models.hub import fetch
 from darkroom.models.model import (
     PARTS,
     TRANSFORMER,

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from darkroom.errors import ModelError
-from darkroom.models.checked import check_complete, read_json, read_scheduler, tensor_types, weight_files
+from darkroom.models.checked import (
+    check_complete,
+    fetch,
+    read_json,
+    read_scheduler,
+    tensor_types,
+    weight_files,
+)
 from darkroom.models.families import FAMILIES, check_fit, create
 from darkroom.models.folder import (
     BAD_SETTINGS,
@@ -18,7 +25,6 @@ from darkroom.models.folder import (
     text_class,
     vae_class,
 )
-from darkroom.models.hub import fetch
 from darkroom.models.model import PARTS, Model, numbered
 from darkroom.models.quick_open import without_start
 from darkroom.models.reference import PUBLISHED, check_reference, is_single_file

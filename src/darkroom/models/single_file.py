@@ -21,9 +21,8 @@ from darkroom.errors import ModelError, first_line, is_system_failure
 from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.models.checked import FLOATS, check_complete, tensor_types
 from darkroom.models.families import CLIP_L, FAMILIES, Config, create
-from darkroom.models.model import PARTS, Model, noted_guidance
+from darkroom.models.model import PARTS, Model, noted_guidance, write_tensors
 from darkroom.models.reference import SUFFIX, check_file
-from darkroom.models.tensor_file import write_tensors
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from darkroom.errors import InputError, ModelError, is_system_failure
-from darkroom.models.checked import check_tokenizer
-from darkroom.models.hub import fetch
+from darkroom.models.checked import check_tokenizer, fetch
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer

@@ -25,7 +25,7 @@ from darkroom.models.families import FAMILIES
 from darkroom.models.model import PARTS, Model, is_flow
 from darkroom.models.outline import outlined, text_configs
 from darkroom.plan.counts import KINDS, Kernels, Line, Moment, Profile, envelope
-from darkroom.prepare.encoders import encode_moments, text_states
+from darkroom.prepare.columns import encode_moments, text_states
 from darkroom.recipe.sections import VAE_TASKS
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Condition, Row, denoise

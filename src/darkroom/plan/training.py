@@ -32,7 +32,7 @@ from darkroom.plan.tracing import (
     trace_training,
     unet_call,
 )
-from darkroom.prepare.encoders import encode_moments
+from darkroom.prepare.columns import encode_moments
 from darkroom.recipe.sections import VAE_TASKS, AdapterSettings, AlignSettings
 from darkroom.sample.choice import pictures_a_call
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS

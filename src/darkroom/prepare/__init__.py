@@ -1,11 +1,12 @@
 """Encoding ahead of training: encoders, and the job that adds their latents and text states to a store."""
 
-from darkroom.prepare.columns import latents_column, text_column
-from darkroom.prepare.encoders import (
+from darkroom.prepare.columns import (
     InlineEncoder,
     TextEncoder,
     VaeEncoder,
+    latents_column,
     sample_latents,
+    text_column,
     text_states,
     tokenize,
 )

@@ -24,7 +24,7 @@ from darkroom.models.outline import outlined
 from darkroom.plan import settings
 from darkroom.plan.counts import Kernels, Line, Moment, Profile, cached_profile
 from darkroom.plan.tracing import as_on_gpu, fakes, profile_of, tag_weights
-from darkroom.prepare.encoders import text_states
+from darkroom.prepare.columns import text_states
 from darkroom.recipe.sections import AdapterSettings
 from darkroom.train.tasks.lora import add_adapters
 

@@ -191,7 +191,7 @@ def refuse_foreign_state(key: str, folder: Path) -> None:
     """
     if not any((folder / name).is_file() for name in STATE_FILES):
         return
-    from darkroom.models.adapters.export import is_adapter
+    from darkroom.models.adapters.read import is_adapter
 
     file = next((folder / name for name in STATE_WEIGHTS if is_adapter(folder / name)), None)
     done = _steps_of(folder)

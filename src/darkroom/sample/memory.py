@@ -23,7 +23,7 @@ from darkroom.hardware.accelerator import kind_of
 from darkroom.hardware.meters import file_mappings, resident_bytes, return_freed
 from darkroom.libraries import quiet
 from darkroom.models.adapters.bank import ROWS
-from darkroom.models.tensor_file import are_mapped, is_mapped, let_go
+from darkroom.models.model import are_mapped, is_mapped, let_go
 from darkroom.options import parse_bytes
 from darkroom.sample.optimisations.applied import Applied, look_alike
 from darkroom.sample.optimisations.offload import READ, computed_in, staying_bytes

@@ -35,7 +35,7 @@ from darkroom.models.card import (
     sources_in_header,
     without_path,
 )
-from darkroom.models.hub import without_token
+from darkroom.models.checked import without_token
 from darkroom.models.model import Model
 from darkroom.models.reference import is_hub_id
 from darkroom.run import ENVIRONMENT, Run
@@ -353,7 +353,7 @@ class Exporter:
         """The adapter that these values are, with its base, trigger and how it was trained in the header; and
         of which pictures, where the run is still there. InputError where the recipe trains no adapter.
         """
-        from darkroom.models.adapters.metadata import about
+        from darkroom.models.adapters.files import about
 
         recipe = self.recipe
         if recipe.adapter is None or not recipe.adapts:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
 from darkroom.hardware.meters import drop_file_pages, file_mappings, give_back
-from darkroom.models.tensor_file import is_mapped
+from darkroom.models.model import is_mapped
 from darkroom.recipe.rules import divisors
 from darkroom.recipe.sections import TrainSettings
 from darkroom.train.distributed.ranks import Ranks

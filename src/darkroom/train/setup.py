@@ -24,9 +24,8 @@ from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
 from darkroom.hardware.meters import return_freed
 from darkroom.models.compiling import compile_blocks, compile_whole
-from darkroom.models.model import Model
-from darkroom.models.tensor_file import cast_opened
-from darkroom.prepare.encoders import VaeEncoder
+from darkroom.models.model import Model, cast_opened
+from darkroom.prepare.columns import VaeEncoder
 from darkroom.recipe.fine_tuning import FINE_TUNING, SUBJECT_TASKS
 from darkroom.recipe.rules import channels_last
 from darkroom.recipe.sections import (

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from darkroom.data.images import EXTENSIONS, is_picture
+from darkroom.data.importers.archives import EARLIER, ZipReader
 from darkroom.data.importers.source import (
     CAPTION_NAMES,
     IMAGE_NAMES,
@@ -34,8 +35,7 @@ from darkroom.data.importers.source import (
     typed,
     why_no_file,
 )
-from darkroom.data.importers.zip import EARLIER, ZipReader
-from darkroom.data.seen import SeenIds, short_id
+from darkroom.data.sidecars import SeenIds, short_id
 from darkroom.data.texts import MAX_CAPTION_BYTES, TextError, TextLines, decode_text
 from darkroom.errors import InputError, is_system_failure
 from darkroom.hardware.system import folds_names

@@ -22,9 +22,9 @@ import pyarrow as pa
 from PIL import Image
 
 from darkroom.data.images import EXTENSIONS, MAX_PIXELS, PILLOW_MAX_PIXELS, PictureError, colour, examine
+from darkroom.data.importers.archives import WebdatasetSource, tars_in
 from darkroom.data.importers.folder import METADATA, FolderSource
-from darkroom.data.importers.mds import MdsSource, indices_in
-from darkroom.data.importers.parquet import ParquetSource, parquets_in
+from darkroom.data.importers.shards import MdsSource, ParquetSource, indices_in, parquets_in
 from darkroom.data.importers.source import (
     Columns,
     ExtraColumns,
@@ -39,12 +39,10 @@ from darkroom.data.importers.source import (
     table,
     widen,
 )
-from darkroom.data.importers.webdataset import WebdatasetSource, tars_in
-from darkroom.data.purging import preparing
-from darkroom.data.seen import SeenIds, short_id
-from darkroom.data.sidecars import Finished, Sidecars
+from darkroom.data.sidecars import Finished, SeenIds, Sidecars, short_id
 from darkroom.data.store import ROWS_PER_FRAGMENT, Store, exists
 from darkroom.data.texts import NOT_UTF8, checked_encoding, flaw_of, readable
+from darkroom.data.versions import preparing
 from darkroom.errors import InputError, Stopped
 from darkroom.hardware.system import allowed_cores, on_stop_signal, remove_tree
 

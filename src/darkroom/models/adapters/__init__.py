@@ -1,7 +1,7 @@
 """Adapters: LoRA and its kin, read from every common layout, merged, written, and held in a bank.
 
-`adapter` is what one is and does to a layer; `read` opens files, `keys` knows the layouts, `metadata` what a
-file says of itself; `files` looks through folders; `export` writes; `bank` holds many at once, chosen row by
+`adapter` is what one is and does to a layer; `files` opens files with bounds and knows what one says of
+itself, `keys` the layouts; `read` reads, fits, merges and writes; `bank` holds many at once, chosen row by
 row.
 """
 

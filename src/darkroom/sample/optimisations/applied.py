@@ -19,7 +19,7 @@ from torch import nn
 from darkroom.hardware.accelerator import capability
 from darkroom.libraries import quiet
 from darkroom.models.adapters.bank import take_rows
-from darkroom.models.tensor_file import cast_opened
+from darkroom.models.model import cast_opened
 from darkroom.sample.denoise import Unet
 from darkroom.sample.optimisations.vae import VaeFront
 from darkroom.sample.pictures import decode, decode_pixels, encode, free_on_card

@@ -27,7 +27,7 @@ from darkroom.hardware import accelerator
 from darkroom.hardware.copy_ahead import CopyAhead, Tensors
 from darkroom.hardware.meters import drop_file_pages, file_mappings
 from darkroom.models.adapters.bank import Banked
-from darkroom.models.tensor_file import are_mapped, is_mapped
+from darkroom.models.model import are_mapped, is_mapped
 from darkroom.sample.optimisations.applied import Applied, ComputeTarget
 
 SMALL_BYTES = 2**18

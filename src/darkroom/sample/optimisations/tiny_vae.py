@@ -81,7 +81,7 @@ def load_tiny(source: str) -> TinyFront:
     if "blocks_per_stage_decoder" in config:
         decoder = _numbered(Path(source), config)
         return TinyFront(decoder, int(config["latent_channels"]), int(config["downscale"]))
-    from darkroom.models.hub import fetch
+    from darkroom.models.checked import fetch
     from darkroom.models.reference import is_hub_id
 
     if not Path(source).is_dir() and is_hub_id(source):

@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from darkroom import models
-from darkroom.data.commit_retry import plain, wait
 from darkroom.data.mixing import parts_of, versions_of
 from darkroom.data.store import Store
+from darkroom.data.versions import plain, wait
 from darkroom.errors import RecipeError, StoreError
 from darkroom.models.model import Model
-from darkroom.prepare.columns import latents_column, settings_that_differ, text_column
-from darkroom.prepare.encoders import TextEncoder, encoder_settings
+from darkroom.prepare.columns import (
+    TextEncoder,
+    encoder_settings,
+    latents_column,
+    settings_that_differ,
+    text_column,
+)
 from darkroom.prepare.job import prepare
 from darkroom.train.data.feed import inline_step
 from darkroom.train.data.local_dataset import has_own_store, open_store

@@ -31,7 +31,7 @@ from darkroom.data.loader import Draw, ReadSettings
 from darkroom.errors import StoreError
 from darkroom.hardware.accelerator import to_device
 from darkroom.models.model import Model
-from darkroom.prepare.encoders import sample_latents, text_states, tokenize
+from darkroom.prepare.columns import sample_latents, text_states, tokenize
 from darkroom.recipe.sections import DataSettings, NoiseSettings
 from darkroom.sample.prompts import part_states, part_tokens, with_mean_of
 from darkroom.train.objective import (

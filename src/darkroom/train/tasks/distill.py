@@ -30,7 +30,7 @@ from darkroom.data.loader import ReadSettings
 from darkroom.errors import RecipeError
 from darkroom.hardware.accelerator import to_device
 from darkroom.models.model import Model, is_flow
-from darkroom.prepare.encoders import text_states, tokenize
+from darkroom.prepare.columns import text_states, tokenize
 from darkroom.recipe.sections import DistillSettings
 from darkroom.sample.schedule import lcm_timesteps
 from darkroom.train.objective import Objective, square_error

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from darkroom.errors import RecipeError
 from darkroom.hardware.system import atomic_replace
 from darkroom.models.embeddings import pool_at_end
-from darkroom.models.tensor_file import write_tensors
+from darkroom.models.model import write_tensors
 from darkroom.recipe.sections import WordSettings
 
 if TYPE_CHECKING:
