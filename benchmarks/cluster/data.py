@@ -156,7 +156,7 @@ class Rated:
 
     def encode(self, columns: Any, ask: Any) -> Any:
         """What the encoders made of these rows once, when a device of this rate would have made it."""
-        from darkroom.cluster.usage import BlockTimes
+        from darkroom.cluster.encoders import BlockTimes
 
         began = time.perf_counter()
         made = self._rows.build(ask.rows).columns

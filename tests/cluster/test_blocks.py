@@ -17,11 +17,19 @@ from cluster_material import made_store
 
 from darkroom.cluster import encoders, prepare
 from darkroom.cluster.connect import Capacity
-from darkroom.cluster.encoders import Bounds, Encoder, Pool, check_room, on_one_machine
+from darkroom.cluster.encoders import (
+    Bounds,
+    Encoder,
+    Keeper,
+    Pool,
+    RankStatus,
+    SharedPool,
+    Use,
+    check_room,
+    on_one_machine,
+)
 from darkroom.cluster.feed import share_of
-from darkroom.cluster.keeper import Keeper, RankStatus, SharedPool
 from darkroom.cluster.prepare import Ask, _Fragments, _Sized, cut_block, parts_folder
-from darkroom.cluster.usage import Use
 from darkroom.data.versions import vanished
 from darkroom.errors import DarkroomError, InputError, StoreError
 from darkroom.prepare.job import Notes

@@ -22,9 +22,8 @@ from safetensors.torch import load_file
 import warm
 from cluster.conftest import NODE
 from darkroom.cluster import feed as cluster_feed
-from darkroom.cluster.encoders import QUEUE
+from darkroom.cluster.encoders import QUEUE, RankStatus
 from darkroom.cluster.feed import online
-from darkroom.cluster.keeper import RankStatus
 from darkroom.cluster.train import Placement
 from darkroom.cluster.train import train as train_on_ray
 from darkroom.data.store import Store

@@ -21,17 +21,17 @@ from test_cluster_train import command, content, environment, recipe, trained, w
 
 import warm
 from darkroom.cluster.connect import Capacity
-from darkroom.cluster.elastic import (
+from darkroom.cluster.train import Placement, _workers
+from darkroom.cluster.worker import (
     PLACING,
     PLACING_S,
     WATCHER,
+    Mail,
     WorkerRange,
     allowed_counts,
     job_trainer,
     rounded_down,
 )
-from darkroom.cluster.train import Placement, _workers
-from darkroom.cluster.worker import Mail
 from darkroom.errors import InputError, RecipeError
 from darkroom.recipe import make_recipe
 from darkroom.train.run import train

@@ -20,8 +20,8 @@ from test_cluster_train import recipe, trained
 
 import warm
 from cluster.conftest import NODE
+from darkroom.cluster.connect import check_nodes
 from darkroom.cluster.encoders import Bounds
-from darkroom.cluster.shared_store import check_nodes
 from darkroom.data.store import Store
 from darkroom.errors import StoreError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from darkroom.cluster.usage import ONLINE, PREPARE, BlockTimes, SettingNames, Use, together
+from darkroom.cluster.encoders import ONLINE, PREPARE, BlockTimes, SettingNames, Use, together
 
 
 def use_of(

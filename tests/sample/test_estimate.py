@@ -12,7 +12,7 @@ import torch
 from darkroom import models, sample
 from darkroom.errors import InputError
 from darkroom.hardware.meters import resident_bytes
-from darkroom.sample import estimate
+from darkroom.sample import memory
 from darkroom.sample.optimisations import offload
 
 CPU = torch.device("cpu")
@@ -24,16 +24,16 @@ def before(size: tuple[int, int], **more: Any) -> list[str]:
     outline = models.outlined("tiny", ("unet", "vae", "text_encoder", "tokenizer"))
     settings = sample.GenerateSettings.of(size=size, **more.pop("settings", {}))
     asked = {"optimise": "auto", "device": CPU, "dtype": torch.float32, "notice": said.append}
-    estimate.check_before(outline, settings, 1, **{**asked, **more})
+    memory.check_before(outline, settings, 1, **{**asked, **more})
     return said
 
 
 def test_a_size_that_cannot_fit_is_refused_and_a_long_one_announced(monkeypatch):
     assert before((256, 256)) == []
-    monkeypatch.setattr(estimate, "LONG_S", 0.0)
+    monkeypatch.setattr(memory, "LONG_S", 0.0)
     assert "256x256 takes at least" in before((256, 256))[0]
     assert before((64, 64)) == []  # near the model's own size nothing is counted
-    monkeypatch.setattr(estimate, "memory_of", lambda device: 10**7)
+    monkeypatch.setattr(memory, "memory_of", lambda device: 10**7)
     with pytest.raises(InputError, match=r"size 256x256 needs about .* GB in \w+; allowed: what fits"):
         before((256, 256))
     with pytest.raises(InputError, match="size 256x256 needs"):  # hires counts at its larger size
@@ -43,17 +43,17 @@ def test_a_size_that_cannot_fit_is_refused_and_a_long_one_announced(monkeypatch)
 def test_what_cannot_fit_by_its_settings_alone_is_refused_at_once(monkeypatch, folder):
     asked: dict[str, Any] = {"tiled": False, "device": CPU, "dtype": torch.float32}
     with pytest.raises(InputError, match=r"weights of 'sd15' take 4.26 GB; .*darkroom export sd15 --to"):
-        estimate.check_at_once("sd15", (512, 512), limit_bytes=3 * 10**9, **asked)
-    estimate.check_at_once("sd15", (512, 512), limit_bytes=5 * 10**9, **asked)
-    monkeypatch.setattr(estimate, "memory_of", lambda device: 24 * 10**9)
+        memory.check_at_once("sd15", (512, 512), limit_bytes=3 * 10**9, **asked)
+    memory.check_at_once("sd15", (512, 512), limit_bytes=5 * 10**9, **asked)
+    monkeypatch.setattr(memory, "memory_of", lambda device: 24 * 10**9)
     with pytest.raises(InputError, match="8192x8192 needs at least 68.7 GB in decoding"):
-        estimate.check_at_once("sd15", (8192, 8192), **asked)
+        memory.check_at_once("sd15", (8192, 8192), **asked)
     with pytest.raises(InputError, match="65536x65536 needs at least 4,398 GB in decoding"):
-        estimate.check_at_once("sd15", (65536, 65536), **asked)
-    estimate.check_at_once("sd15", (8192, 8192), **{**asked, "tiled": True})
-    estimate.check_at_once("sd15", (2048, 2048), **asked)
+        memory.check_at_once("sd15", (65536, 65536), **asked)
+    memory.check_at_once("sd15", (8192, 8192), **{**asked, "tiled": True})
+    memory.check_at_once("sd15", (2048, 2048), **asked)
     with pytest.raises(InputError, match="needs at least"):
-        estimate.check_at_once(str(folder), (16384, 16384), **asked)
+        memory.check_at_once(str(folder), (16384, 16384), **asked)
 
 
 @pytest.mark.parametrize("widths", ["abc", [], [None], 5, [[8]], [True]])
@@ -61,10 +61,10 @@ def test_a_vae_without_known_widths_is_left_to_those_who_open_it(tmp_path, width
     asked: dict[str, Any] = {"tiled": False, "device": CPU, "dtype": torch.float32}
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text(json.dumps({"block_out_channels": widths}))
-    estimate.check_at_once(str(tmp_path), (64, 64), **asked)
+    memory.check_at_once(str(tmp_path), (64, 64), **asked)
     (tmp_path / "vae" / "config.json").write_text("[" * 50_000)
     with pytest.raises(InputError, match="is no JSON: maximum recursion"):
-        estimate.check_at_once(str(tmp_path), (64, 64), **asked)
+        memory.check_at_once(str(tmp_path), (64, 64), **asked)
 
 
 @pytest.mark.parametrize("family", ["tiny", "tiny-dit"])

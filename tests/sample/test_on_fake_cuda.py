@@ -27,7 +27,7 @@ from darkroom.sample.choice import make_table
 from darkroom.sample.control import ControlledUnet, RowControl
 from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch, Stage, unet_call
 from darkroom.sample.optimisations import offload, precision
-from darkroom.sample.optimisations.vae import VaeFront
+from darkroom.sample.optimisations.applied import VaeFront
 from darkroom.serve.engine.batch import padded
 from darkroom.serve.engine.loop import Engine
 from darkroom.serve.engine.runner import shape_of

@@ -353,7 +353,7 @@ def _check_before(
     A limit on memory is checked here where weights take minutes to come; else when they are there.
     """
     from darkroom import models, sample
-    from darkroom.sample.estimate import check_at_once, check_before
+    from darkroom.sample.memory import check_at_once, check_before
 
     settings, optimise = sample.GenerateSettings.of(**call.settings), compute.optimise
     at_hand = Path(ref).exists()

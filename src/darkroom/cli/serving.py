@@ -194,7 +194,7 @@ def _settings(said: dict[str, Any]) -> ServeSettings:
     routes: VertexRoutes | None = None
     named = said["model"]
     if said["vertex"]:  # its module brings the whole server
-        from darkroom.serve.api.vertex import model_of, routes_of
+        from darkroom.serve.api.platforms import model_of, routes_of
 
         routes, named = routes_of(), named or [model_of()]
     first, *more = models_in(named)

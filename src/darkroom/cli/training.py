@@ -66,8 +66,8 @@ class RayOptions:
 
     def placement(self) -> Placement:
         """Where workers go."""
-        from darkroom.cluster.elastic import WorkerRange
         from darkroom.cluster.train import Placement
+        from darkroom.cluster.worker import WorkerRange
 
         workers = WorkerRange.parsed(self.workers) if self.workers is not None else None
         return Placement(

@@ -24,22 +24,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from darkroom.cluster.connect import describe, resources_of_nodes
+from darkroom.cluster.connect import check_nodes, describe, resources_of_nodes, stores_here
 from darkroom.cluster.encoders import (
+    ONLINE,
     QUEUE,
     Bounds,
+    Keeper,
     OnlineEncoder,
     Parts,
     RowSource,
+    SharedPool,
+    Use,
     asked,
     check_room,
     on_one_machine,
     read_rows,
 )
-from darkroom.cluster.keeper import Keeper, SharedPool
-from darkroom.cluster.shared_store import check_nodes, stores_here
 from darkroom.cluster.stages import MOST_TRIES, Stages
-from darkroom.cluster.usage import ONLINE, Use
 from darkroom.data.loader import Assembler, Batch
 from darkroom.errors import InputError, LoaderError
 from darkroom.hardware import accelerator

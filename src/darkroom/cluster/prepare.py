@@ -26,11 +26,18 @@ import lance
 import pyarrow as pa
 
 from darkroom import models
-from darkroom.cluster.connect import connected, resources_of_nodes
-from darkroom.cluster.encoders import Bounds, Pool, check_room, device_here, on_one_machine, options_of
-from darkroom.cluster.shared_store import check_here, check_nodes
+from darkroom.cluster.connect import check_here, check_nodes, connected, resources_of_nodes
+from darkroom.cluster.encoders import (
+    BlockTimes,
+    Bounds,
+    Pool,
+    Use,
+    check_room,
+    device_here,
+    on_one_machine,
+    options_of,
+)
 from darkroom.cluster.stages import MOST_TRIES, Stages
-from darkroom.cluster.usage import BlockTimes, Use
 from darkroom.errors import DarkroomError, StoreError
 from darkroom.hardware.system import atomic_replace, remove_tree, sync_file
 from darkroom.prepare.columns import Column, Layout, Value

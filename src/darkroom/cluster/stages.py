@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from darkroom.cluster.encoders import QUEUE, Encoder, Pool
-from darkroom.cluster.usage import Use
+from darkroom.cluster.encoders import QUEUE, Encoder, Pool, Use
 from darkroom.errors import DarkroomError
 
 MOST_TRIES = 8

@@ -19,19 +19,21 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from darkroom.cluster.connect import WAIT_SAID_S, Capacity, capacity_of, connected, waiting
-from darkroom.cluster.elastic import (
+from darkroom.cluster.connect import WAIT_SAID_S, Capacity, capacity_of, connected, stores_here, waiting
+from darkroom.cluster.feed import online
+from darkroom.cluster.private_ray import private, to_extend
+from darkroom.cluster.worker import (
+    LOST,
     MONITOR_S,
+    TICK_S,
+    Mail,
     WorkerRange,
     allowed_counts,
     job_trainer,
     listening_callback,
     rounded_down,
+    work,
 )
-from darkroom.cluster.feed import online
-from darkroom.cluster.private_ray import private, to_extend
-from darkroom.cluster.shared_store import stores_here
-from darkroom.cluster.worker import LOST, TICK_S, Mail, work
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, first_line
 from darkroom.hardware.system import on_stop_signal
 

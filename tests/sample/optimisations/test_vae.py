@@ -15,10 +15,10 @@ from darkroom import models, sample
 from darkroom.errors import InputError
 from darkroom.models.tiny import Residual
 from darkroom.sample.likeness import levels, likeness, psnr
-from darkroom.sample.optimisations import vae as vae_module
+from darkroom.sample.optimisations import applied as vae_module
+from darkroom.sample.optimisations.applied import VaeFront, in_tiles
 from darkroom.sample.optimisations.table import optimise
 from darkroom.sample.optimisations.tiny_vae import load_tiny
-from darkroom.sample.optimisations.vae import VaeFront, in_tiles
 
 CPU = torch.device("cpu")
 

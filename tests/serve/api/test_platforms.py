@@ -15,8 +15,8 @@ from starlette.requests import Request
 import warm
 from darkroom import sample
 from darkroom.errors import InputError
+from darkroom.serve.api.platforms import model_of, routes_of, small_enough
 from darkroom.serve.api.shared import all_made
-from darkroom.serve.api.vertex import model_of, routes_of, small_enough
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import Job, PictureRequest, Refused
 from darkroom.serve.settings import VertexRoutes

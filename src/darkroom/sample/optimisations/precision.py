@@ -14,8 +14,7 @@ from torch import nn
 
 from darkroom.errors import InputError, MissingExtra
 from darkroom.sample.denoise import Unet
-from darkroom.sample.optimisations.applied import Applied, ComputeTarget
-from darkroom.sample.optimisations.vae import TILE_PIXELS
+from darkroom.sample.optimisations.applied import TILE_PIXELS, Applied, ComputeTarget
 
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

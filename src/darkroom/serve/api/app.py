@@ -43,12 +43,10 @@ from darkroom.serve.api.guard import (
     error_object,
     is_public,
 )
-from darkroom.serve.api.huggingface import huggingface_router
-from darkroom.serve.api.kserve import kserve_router
 from darkroom.serve.api.native import health_router, jobs_router, server_router
 from darkroom.serve.api.openai import openai_router
+from darkroom.serve.api.platforms import huggingface_router, kserve_router, vertex_router
 from darkroom.serve.api.shared import of_validation
-from darkroom.serve.api.vertex import vertex_router
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.page import PAGE_PATHS, page_router
 from darkroom.serve.request import JOB_ID, Refused
