@@ -704,8 +704,7 @@ def stand_in_for_stores() -> None:
 def _planned(lab: Lab, name: str, content: dict[str, Any], rows: int) -> Measurement:
     stand_in_for_stores()
     from darkroom.plan.ask import ask_recipe_object, plans
-    from darkroom.plan.settings import encodes
-    from darkroom.plan.targets import Target
+    from darkroom.plan.targets import Target, encodes
     from darkroom.plan.tracing import outline
     from darkroom.plan.training import _columns, _NoStore, _without_files, reads_text
     from darkroom.recipe import make_recipe

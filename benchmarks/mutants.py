@@ -77,8 +77,11 @@ TESTS = {
     ],
     "models/adapters/bank.py": ["models/adapters/test_bank.py"],
     "train/checkpoint/format.py": ["train/checkpoint/test_format.py", "train/checkpoint/test_saver.py"],
-    "train/checkpoint/storage.py": ["train/checkpoint/test_storage.py", "train/checkpoint/test_format.py"],
-    "train/checkpoint/saver.py": ["train/checkpoint/test_saver.py"],
+    "train/checkpoint/storage.py": [
+        "train/checkpoint/test_storage.py",
+        "train/checkpoint/test_format.py",
+        "train/checkpoint/test_saver.py",
+    ],
 }
 # Left out of these: tests that train or start a server, and of a test that is there many times over the
 # longest and what others of it show.
@@ -167,7 +170,7 @@ EQUIVALENT = {
         'if settings.distribution is "mode":',
     ): "settings hold the very literal of their type",
     (
-        "train/checkpoint/saver.py",
+        "train/checkpoint/storage.py",
         '"device": here.cpu if device.type <= "cpu" else here.devices[device.index or 0].name,',
     ): "no kind of device comes before that one",
     (
@@ -203,11 +206,11 @@ EQUIVALENT = {
         "if low <= high:",
     ): "a piece without rows adds none",
     (
-        "train/checkpoint/saver.py",
+        "train/checkpoint/storage.py",
         'if tensor.dim() or parts[name.rpartition("/")[0]][0] <= 0  # a number is the same for all rows',
     ): "no rank's first row is below 0",
     (
-        "train/checkpoint/saver.py",
+        "train/checkpoint/storage.py",
         '"" if schedule <= "constant" else '
         """f"; the rate's {schedule} decay is stretched over the new length\"""",
     ): "no schedule's name comes before that one",

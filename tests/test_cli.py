@@ -168,7 +168,7 @@ def test_a_machine_that_fails_is_one_line_and_exit_code_1(capsys, monkeypatch, e
     def fails():
         raise error
 
-    monkeypatch.setattr(import_module("darkroom.hardware.doctor"), "machine", fails)
+    monkeypatch.setattr(import_module("darkroom.hardware.machine"), "machine", fails)
     code, _, said = run(capsys, "doctor")
     assert code == 1
     assert said.startswith(f"darkroom: {told}")
@@ -187,7 +187,7 @@ def test_doctor_says_the_same_as_json(capsys):
 def test_doctor_fails_where_something_lacks_that_is_needed(capsys, monkeypatch):
     from importlib import import_module
 
-    monkeypatch.setattr(import_module("darkroom.hardware.doctor"), "_MIN_DISK_BYTES", 2**80)
+    monkeypatch.setattr(import_module("darkroom.hardware.machine"), "_MIN_DISK_BYTES", 2**80)
     code, out, error = run(capsys, "doctor")
     assert code == 1
     assert "!!  disk " in out

@@ -26,7 +26,7 @@ import lance
 import numpy as np
 import pyarrow as pa
 
-from darkroom.data import buckets as bucket_rows
+from darkroom.data import mixing as bucket_rows
 from darkroom.data.images import buckets
 from darkroom.data.order import BucketOrder, Order, Rows
 from darkroom.data.store import ROWS_PER_FRAGMENT, SCHEMA, Store

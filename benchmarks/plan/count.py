@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from darkroom.plan.counts import Profile
-from darkroom.proof import peers as shipped
 from darkroom.proof import published
+from darkroom.proof import tables as shipped
 
 
 def main() -> None:

@@ -116,7 +116,7 @@ def _training(content: dict[str, Any], rows: int) -> Callable[[], None]:
     import torch
 
     from darkroom import models
-    from darkroom.plan.settings import encodes
+    from darkroom.plan.targets import encodes
     from darkroom.plan.tracing import outline
     from darkroom.plan.training import _columns, _NoStore, _without_files, offloaded, reads_text
     from darkroom.recipe import make_recipe

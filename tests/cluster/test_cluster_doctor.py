@@ -16,7 +16,7 @@ from darkroom import cli
 from darkroom.cluster import doctor as room
 from darkroom.cluster.doctor import About, Node, doctor
 from darkroom.errors import InputError
-from darkroom.hardware.doctor import Check
+from darkroom.hardware.machine import Check
 
 pytestmark = pytest.mark.xdist_group("ray")
 nightly = pytest.mark.nightly

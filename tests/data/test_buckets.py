@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from darkroom.data.buckets import BucketIndex, Sorter, listed_buckets
 from darkroom.data.images import buckets, nearest_bucket
+from darkroom.data.mixing import BucketIndex, Sorter, listed_buckets
 from darkroom.data.order import BucketOrder, OrderSettings, Rows
 from darkroom.data.store import SCHEMA, Store
 
 # The package has a function of the module's name.
-bucket_rows = importlib.import_module("darkroom.data.buckets")
+bucket_rows = importlib.import_module("darkroom.data.mixing")
 
 ALLOWED = buckets(64, step=8)
 SMALL = OrderSettings(block_rows=8, window_blocks=4)

@@ -11,9 +11,8 @@ from material import encoded, noise_picture
 from PIL import Image, ImageDraw
 
 from darkroom.data import verify
-from darkroom.data.dedup import candidates, find_doubles, mark_doubles
 from darkroom.data.importers.job import import_pictures
-from darkroom.data.inspect import describe
+from darkroom.data.inspect import candidates, describe, find_doubles, mark_doubles
 from darkroom.data.store import Store
 from darkroom.errors import InputError
 

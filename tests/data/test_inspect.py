@@ -10,9 +10,8 @@ import pytest
 from material import encoded, noise_picture
 from PIL import Image
 
-from darkroom.data.dedup import mark_doubles
 from darkroom.data.importers.job import import_pictures
-from darkroom.data.inspect import contact_sheet, describe
+from darkroom.data.inspect import contact_sheet, describe, mark_doubles
 from darkroom.data.store import Store
 from darkroom.errors import StoreError
 

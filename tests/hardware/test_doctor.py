@@ -14,7 +14,7 @@ from packaging import markers
 from packaging.requirements import Requirement
 
 from darkroom.hardware import doctor, system
-from darkroom.hardware.doctor import bf16_speedup, declared_extras
+from darkroom.hardware.machine import bf16_speedup, declared_extras
 
 ROOT = Path(__file__).resolve().parents[2]
 

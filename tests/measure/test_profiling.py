@@ -12,9 +12,9 @@ from PIL import Image
 from darkroom import cli
 from darkroom.data.importers import import_pictures
 from darkroom.data.store import Store
-from darkroom.measure import profiling
-from darkroom.measure.profiling import profile_family
+from darkroom.measure import training
 from darkroom.measure.timing import read_csv
+from darkroom.measure.training import profile_family
 from darkroom.train.objective import Objective
 from darkroom.train.step import Step
 
@@ -62,7 +62,7 @@ class Clock:
 
 def test_time_is_found_in_the_part_that_took_it(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(profiling, "time", clock)
+    monkeypatch.setattr(training, "time", clock)
     clock.during(monkeypatch, Objective, "loss", 3.0)
     clock.during(monkeypatch, torch.Tensor, "backward", 5.0)
     clock.during(monkeypatch, Step, "_update", 2.0)
@@ -71,7 +71,7 @@ def test_time_is_found_in_the_part_that_took_it(monkeypatch):
         assert [one.of(part) for part in ("forward", "backward", "optimiser")] == [3.0, 5.0, 2.0]
         assert one.of("communication") == one.of("load") == 0
     assert found.unwatched_s == (10.0, 10.0, 10.0)
-    assert dict(profiling.shares(found)) == {"forward": 0.3, "backward": 0.5, "optimiser": 0.2}
+    assert dict(training.shares(found)) == {"forward": 0.3, "backward": 0.5, "optimiser": 0.2}
     rows = {row.case: row for row in found.rows()}
     assert rows["backward"].ratio == 0.5
     assert rows["iteration"].images_per_s == 0.2

@@ -14,7 +14,7 @@ from darkroom.models.model import Model
 from darkroom.prepare.columns import text_states, tokenize
 from darkroom.recipe.sections import WordSettings
 from darkroom.sample import encode_prompts
-from darkroom.train.tasks.textual_inversion import add_word
+from darkroom.train.tasks.lora import add_word
 from sample.conftest import SMALL_TEXT, SMALL_XL
 
 

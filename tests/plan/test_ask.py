@@ -17,7 +17,7 @@ from darkroom.errors import InputError
 from darkroom.hardware import machine
 from darkroom.hardware.machine import Device, Machine
 from darkroom.hardware.prices import choose, prices
-from darkroom.plan import advise, ask, settings, targets
+from darkroom.plan import advise, ask, targets
 from darkroom.plan.ask import estimate_run
 from darkroom.plan.jobs import PrepareJob, Where, largest_rows, plan_preparing
 from darkroom.plan.roofline import Software
@@ -508,11 +508,11 @@ def test_pictures_are_planned_as_they_would_be_made(capsys, tmp_path):
     assert half["memory_bytes"]["weights"] < 0.6 * plan["memory_bytes"]["weights"]
     prepared = ("prepare", "--model", "tiny", "--resolution", "64", "--gpu", "A100-80", "--json")
     assert json.loads(told(capsys, *prepared)[1])["plans"][0]["precision"] == "float32"
-    assert settings.own_guidance("tiny") == 7.5
+    assert targets.own_guidance("tiny") == 7.5
     (tmp_path / "model_index.json").write_text(json.dumps({"_darkroom": {"guidance": 1.0}}))
-    assert settings.own_guidance(str(tmp_path)) == 1.0
+    assert targets.own_guidance(str(tmp_path)) == 1.0
     (tmp_path / "model_index.json").write_text("[]")
-    assert settings.own_guidance(str(tmp_path)) == 7.5
+    assert targets.own_guidance(str(tmp_path)) == 7.5
 
 
 def test_files_are_as_large_as_what_is_trained_and_its_optimisers_state(tmp_path):

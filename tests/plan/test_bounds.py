@@ -40,8 +40,8 @@ from darkroom.plan.roofline import (
 )
 from darkroom.plan.serving import Request
 from darkroom.plan.trace import ServingTarget, plan_rate
-from darkroom.proof import peers as shipped
-from darkroom.proof.peers import OthersStep
+from darkroom.proof import tables as shipped
+from darkroom.proof.tables import OthersStep
 
 GPUS = [card for card in cards().values() if card.kind == "gpu"]
 CPUS = [card for card in cards().values() if card.kind == "cpu"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from darkroom.plan import counts, settings
+from darkroom.plan import counts, targets
 from darkroom.plan.counts import KINDS, Line, Moment, Profile, highest
 
 
@@ -121,7 +121,7 @@ NO_EFFECT = {
 
 def as_counted(recipe):
     """A recipe's text without what its counts do not depend on."""
-    changes = settings.as_counted(recipe.train, recipe.optim, recipe.data, recipe.sample)
+    changes = targets.as_counted(recipe.train, recipe.optim, recipe.data, recipe.sample)
     return recipe.model_copy(update=changes).dump()
 
 
@@ -134,9 +134,9 @@ def test_recipes_that_differ_in_nothing_that_is_counted_share_one_count(counted)
     }  # fmt: skip
     plain = make_recipe(content)
     other = make_recipe({**content, **NO_EFFECT, "data": {**content["data"], **NO_EFFECT["data"]}})
-    named = {*((a, b) for a in settings.NO_EFFECT for b in settings.NO_EFFECT[a])}
+    named = {*((a, b) for a in targets.NO_EFFECT for b in targets.NO_EFFECT[a])}
     assert named <= {(a, b) for a in NO_EFFECT for b in NO_EFFECT[a]}
-    assert {*settings.NO_EFFECT_SECTIONS} <= NO_EFFECT.keys()
+    assert {*targets.NO_EFFECT_SECTIONS} <= NO_EFFECT.keys()
     assert as_counted(other) == as_counted(plain) != plain.dump()
     assert profile_recipe(other, "float32", gpu=True) == counted
     for told in ("optim.unet_lr=1e-3", "train.ema.enabled=false", "data.encode=inline", "sample.num=3"):
@@ -197,18 +197,18 @@ def test_counts_are_known_by_all_the_code_that_makes_them(tmp_path, monkeypatch)
 
         return real(key, made)
 
-    from darkroom.plan import ask, settings
+    from darkroom.plan import ask, targets
     from darkroom.recipe import make_recipe
 
     real = counts.cached_profile
-    for module in (ask, settings):
+    for module in (ask, targets):
         monkeypatch.setattr(module, "cached_profile", watched)
     recipe = make_recipe(
         {"task": "lora", "model": {"base": "tiny"}, "data": {"folder": "here", "resolution": 64}}
     )
     ask.ask_recipe_object(recipe).profile("float32", False)
-    settings.picture_profile("tiny", 64, 64, True, "float32", "fused")
-    settings.preparing_profile("tiny", 64, True, "float32")
+    targets.picture_profile("tiny", 64, 64, True, "float32", "fused")
+    targets.preparing_profile("tiny", 64, True, "float32")
     own = {Path(name).relative_to(root).as_posix() for name in ran if Path(name).is_relative_to(root)}
     covered = {name for name in own if any(name == one or name.startswith(f"{one}/") for one in counts.CODE)}
     assert "sample/denoise.py" in covered

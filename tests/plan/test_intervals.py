@@ -20,13 +20,13 @@ from darkroom.plan.show import (
     usd,
     with_intervals,
 )
-from darkroom.proof import peers
+from darkroom.proof import tables
 
 
 def planned(card="A100-80", software=None, **where):
     device = Where(next(c for c in cards().values() if card in (c.name, *c.aliases)), **where)
     software = software or Software("fp16")
-    profile = peers.picture_profile("bf16", "fused")
+    profile = tables.picture_profile("bf16", "fused")
     plan = plan_generating(profile, GenerateJob("generate", 1000, 4, 30), device, software)
     return with_intervals(plan, device, software)
 

@@ -11,7 +11,7 @@ from darkroom.cli.application import main
 from darkroom.errors import InputError
 from darkroom.hardware.cards import cards, find_card
 from darkroom.measure.pipeline_server import draw_trace
-from darkroom.plan import settings
+from darkroom.plan import targets
 from darkroom.plan.jobs import Where
 from darkroom.plan.roofline import Software
 from darkroom.plan.serving import Fleet, Request, Server, draw, fewest_devices, read_trace, serve
@@ -22,7 +22,7 @@ SIZES = [(64, 64), (64, 48)]
 
 @pytest.fixture(scope="module")
 def profiles():
-    return {size: settings.picture_profile("tiny", *size, False, "bf16", "fused") for size in SIZES}
+    return {size: targets.picture_profile("tiny", *size, False, "bf16", "fused") for size in SIZES}
 
 
 @pytest.fixture

@@ -170,7 +170,7 @@ def test_efficiencies_are_shares():
 def test_a_shipped_count_is_what_counting_gives():
     """The counts kept with the package, counted once more: the encoders of SD 2 at 256 px."""
     from darkroom.plan.tracing import PrepareSpec, profile_preparing
-    from darkroom.proof import peers as shipped
+    from darkroom.proof import tables as shipped
 
     kept = shipped.preparing_profile("sd2", 256, "bf16")
     again = shipped.unpacked(shipped.packed(profile_preparing(PrepareSpec("sd2", 256, True, "bf16"))))

@@ -17,7 +17,7 @@ from darkroom.evaluate.extractors import Extractor
 from darkroom.evaluate.pictures import Preprocess
 from darkroom.evaluate.settings import SmallSettings
 from darkroom.evaluate.small import SmallExtractor
-from darkroom.plan.settings import encodes
+from darkroom.plan.targets import encodes
 from darkroom.plan.training import _columns, _NoStore, _without_files, reads_text
 from darkroom.recipe import Recipe, make_recipe
 from darkroom.recipe.sections import VAE_TASKS

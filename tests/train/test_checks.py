@@ -9,7 +9,7 @@ import pytest
 from darkroom.errors import RecipeError
 from darkroom.plan.ask import ask_recipe_object
 from darkroom.recipe import read_recipe
-from darkroom.train.checks import check_reach
+from darkroom.train.tracking import check_reach
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sd2-two-phases.yaml"
 

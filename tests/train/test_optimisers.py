@@ -13,13 +13,14 @@ from torch import Tensor
 from darkroom.hardware import accelerator
 from darkroom.recipe.sections import OptimSettings
 from darkroom.train.optim import (
+    Adafactor,
+    Prodigy,
     make_optimiser,
     optimiser_numbers,
     optimiser_tensors,
     parameter_groups,
     restore_optimiser,
 )
-from darkroom.train.optimisers import Adafactor, Prodigy
 from darkroom.train.step import clipped_step, gradient_norm
 
 SHAPES = {"unet.m": (24, 40), "unet.k": (4, 3, 3, 3), "unet.b": (6,)}

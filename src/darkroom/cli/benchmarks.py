@@ -79,16 +79,16 @@ def bench_train(
     if (recipe is None) == (model is None):
         raise InputError("bench train", allowed="a recipe, or --model FAMILY", mend="say one of them")
     if profile is not None:
-        from darkroom.measure import profiling
+        from darkroom.measure import training
 
         if model is None and recipe is not None:
             with _job_of(recipe, overrides or []) as job:
-                found = profiling.profile_job(job, repeats=repeats)
+                found = training.profile_job(job, repeats=repeats)
         else:
             pictures = 1 if batch == "auto" else _count(batch)
             case = cases[0] if cases else None
             asked: Any = {"resolution": resolution, "batch": pictures, "case": case, "device": device}
-            found = profiling.profile_family(str(model), **asked, repeats=repeats)
+            found = training.profile_family(str(model), **asked, repeats=repeats)
         return _profiled(found, profile, out, as_json)
     if model is not None or recipe is None:
         from darkroom.measure.training import bench_pretraining

@@ -22,7 +22,7 @@ from typing import Any
 
 from darkroom.cluster.connect import TYPE, Cluster, connected, refuses
 from darkroom.errors import InputError, MissingExtra
-from darkroom.hardware.doctor import Check
+from darkroom.hardware.machine import Check
 from darkroom.hardware.system import forget_cached
 
 CHUNK_BYTES = 1 << 20

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from darkroom.data.dedup import find_doubles, mark_doubles
 from darkroom.data.images import PictureError, buckets, decode, nearest_bucket, resize_crop, to_tensor
 from darkroom.data.importers.job import ImportReport, import_pictures
-from darkroom.data.inspect import Verification, contact_sheet, describe, verify
+from darkroom.data.inspect import Verification, contact_sheet, describe, find_doubles, mark_doubles, verify
 from darkroom.data.store import FragmentInfo, Store
 
 __all__ = [

@@ -17,8 +17,16 @@ from darkroom.hardware.cards import (
     storage_price,
     storage_prices,
 )
-from darkroom.hardware.doctor import Check, doctor
-from darkroom.hardware.machine import Device, Machine, environment, git_commit, machine, versions
+from darkroom.hardware.machine import (
+    Check,
+    Device,
+    Machine,
+    doctor,
+    environment,
+    git_commit,
+    machine,
+    versions,
+)
 from darkroom.hardware.meters import EnergyMeter, PeakMemory, resident_bytes
 from darkroom.hardware.prices import Price, price, prices
 

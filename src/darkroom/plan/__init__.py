@@ -31,7 +31,7 @@ __all__ = [
     "to_dict",
 ]
 
-_MODULES = ("ask", "jobs", "settings", "show", "targets")
+_MODULES = ("ask", "jobs", "show", "targets")
 
 
 def __getattr__(name: str) -> Any:

@@ -14,9 +14,8 @@ from darkroom.hardware.prices import over_limits
 from darkroom.plan.ask import USUAL_PRECISION, ask_recipe, going_round, plans, without_limits
 from darkroom.plan.jobs import Plan, PrepareJob, Where, plan_preparing
 from darkroom.plan.roofline import Software
-from darkroom.plan.settings import preparing_profile
 from darkroom.plan.show import hours, price_lines, to_dict, usd
-from darkroom.plan.targets import PlanRequest, Target, chosen_cards, here, place
+from darkroom.plan.targets import PlanRequest, Target, chosen_cards, here, place, preparing_profile
 
 ENCODER_CARD = "A10G"  # what encodes next to the training machines, as the published online system had it
 

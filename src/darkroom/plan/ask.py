@@ -30,34 +30,32 @@ from darkroom.plan.jobs import (
     plan_training,
 )
 from darkroom.plan.roofline import Software
-from darkroom.plan.settings import (
+from darkroom.plan.show import gb, hours, seconds, to_dict, usd, with_intervals
+from darkroom.plan.targets import (
+    PlanRequest,
+    Target,
     as_counted,
     check_planned,
+    chosen_cards,
     configs_of,
+    here,
+    layout_of,
     may_make_anew,
+    mode_of,
     of_pictures,
     of_steps,
     own_guidance,
     picture_profile,
     pictures_of,
+    place,
     preparing_profile,
     read_phase,
     rows_of,
     runs_of,
-    text_of,
-)
-from darkroom.plan.show import gb, hours, seconds, to_dict, usd, with_intervals
-from darkroom.plan.targets import (
-    PlanRequest,
-    Target,
-    chosen_cards,
-    here,
-    layout_of,
-    mode_of,
-    place,
     runs_tensorrt,
     software_notes,
     software_of,
+    text_of,
 )
 from darkroom.recipe.rules import channels_last
 

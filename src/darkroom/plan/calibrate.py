@@ -23,8 +23,7 @@ from darkroom.models.families import FAMILIES
 from darkroom.options import parse_size
 from darkroom.plan.jobs import GenerateJob, Where, plan_generating
 from darkroom.plan.roofline import Software
-from darkroom.plan.settings import picture_profile
-from darkroom.plan.targets import Measured, calibration_file
+from darkroom.plan.targets import Measured, calibration_file, picture_profile
 
 if TYPE_CHECKING:
     import torch

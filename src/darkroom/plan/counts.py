@@ -260,8 +260,8 @@ def envelope(stages: Sequence[str], fixed: Floats, row: Floats, max_rows: int = 
 
 
 CODE = (
-    *("train", "sample", "models", "prepare", "recipe", "counting.py", "proof/peers.py"),
-    *(f"plan/{name}.py" for name in ("counts", "settings", "tracing", "training")),
+    *("train", "sample", "models", "prepare", "recipe", "counting.py", "proof/tables.py"),
+    *(f"plan/{name}.py" for name in ("counts", "targets", "tracing", "training")),
     "hardware/accelerator.py",
 )
 """What a count depends on: these folders and files of darkroom. A test holds them to what a count runs."""

@@ -36,9 +36,8 @@ from darkroom.plan.serving import (
     fewest_going_on,
     serve,
 )
-from darkroom.plan.settings import own_guidance, picture_profile
 from darkroom.plan.show import time_width
-from darkroom.plan.targets import PlanRequest, layout_of
+from darkroom.plan.targets import PlanRequest, layout_of, own_guidance, picture_profile
 
 HOURS_A_MONTH = 730
 

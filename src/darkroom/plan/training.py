@@ -17,7 +17,7 @@ from darkroom.models.families import FAMILIES
 from darkroom.models.model import Model
 from darkroom.models.outline import text_configs
 from darkroom.plan.counts import DECODED, KINDS, LATENTS, SAMPLES, Kernels, Line, Moment, Profile, cached
-from darkroom.plan.settings import encodes
+from darkroom.plan.targets import encodes
 from darkroom.plan.tracing import (
     as_on_gpu,
     decoded,
@@ -38,8 +38,7 @@ from darkroom.sample.choice import pictures_a_call
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 from darkroom.train import setup as job
 from darkroom.train.block_swap import swap_of
-from darkroom.train.data.local_dataset import has_own_store
-from darkroom.train.data.precomputed import PREPARED_PIXELS
+from darkroom.train.data.local_dataset import PREPARED_PIXELS, has_own_store
 from darkroom.train.distributed.ddp_fsdp import blocks_of
 from darkroom.train.memory import LEAST_BYTES, packed_weights
 from darkroom.train.precision import cast

@@ -29,10 +29,17 @@ from darkroom.plan.roofline import Efficiency, Software, efficiency
 from darkroom.plan.show import between, half_width, spread
 from darkroom.proof import tables as t
 from darkroom.proof.drawings import KEY, five_plots
-from darkroom.proof.peers import OthersStep, others_profile, picture_profile
 from darkroom.proof.published import error_text, shares, validate
 from darkroom.proof.published_runs import Pretraining, images_s, micro_that_fits, pictures_s, steps_s
-from darkroom.proof.tables import Predict, PublishedValue, card, constant
+from darkroom.proof.tables import (
+    OthersStep,
+    Predict,
+    PublishedValue,
+    card,
+    constant,
+    others_profile,
+    picture_profile,
+)
 from darkroom.report import html
 from darkroom.report.measurements import measurement_sections
 

@@ -12,14 +12,18 @@ from darkroom.plan.counts import Profile
 from darkroom.plan.jobs import Where, batch_seconds, encode_seconds, largest_rows, step_seconds
 from darkroom.plan.roofline import ClusterSpec, Efficiency, Software
 from darkroom.proof import tables as t
-from darkroom.proof.peers import (
+from darkroom.proof.tables import (
     OthersStep,
+    Predict,
+    PublishedValue,
+    card,
+    constant,
     others_profile,
     picture_profile,
     pictures_of_2022,
+    power_of_two,
     preparing_profile,
 )
-from darkroom.proof.tables import Predict, PublishedValue, card, constant, power_of_two
 
 TRACED_HOST = 0.6  # torch.jit.trace takes the Python out of a forward pass, the dispatcher stays
 

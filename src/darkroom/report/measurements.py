@@ -21,9 +21,9 @@ from darkroom.bill import format_bytes, format_number
 from darkroom.hardware.meters import has_statistics
 from darkroom.hardware.system import write_atomically
 from darkroom.measure.optimisations import APART, INTERMEDIATES, RUNS, PicturePair, Precisions
-from darkroom.measure.profiling import PARTS, IterationProfile, shares
 from darkroom.measure.serving import DARKROOM, ONE, SAME_KEY
 from darkroom.measure.timing import Measurement, read_csv
+from darkroom.measure.training import PARTS, IterationProfile, shares
 from darkroom.report import html
 from darkroom.report.html import Bar, Curve
 from darkroom.sample.likeness import difference_picture

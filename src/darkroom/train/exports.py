@@ -45,9 +45,8 @@ from darkroom.train.model import build_model, no_captions
 from darkroom.train.precision import cast
 from darkroom.train.tasks.autoencoder import TinyVaeModel
 from darkroom.train.tasks.extractor import ExtractorModel, build_extractor
-from darkroom.train.tasks.lora import START, adapter_of, read_noted_start
-from darkroom.train.tasks.textual_inversion import FILE as WORDS
-from darkroom.train.tasks.textual_inversion import add_word, settle_words, write_words
+from darkroom.train.tasks.lora import FILE as WORDS
+from darkroom.train.tasks.lora import START, adapter_of, add_word, read_noted_start, settle_words, write_words
 
 if TYPE_CHECKING:
     from darkroom.models.adapters.adapter import Adapter

@@ -24,12 +24,24 @@ from darkroom.recipe.recipe import Recipe, read_sweep, recipe_of
 from darkroom.recipe.sections import BudgetSettings, CheckpointSettings, DataSettings
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
-from darkroom.train.checkpoint.saver import check_changes, check_environment
-from darkroom.train.checkpoint.storage import CheckpointStorage, RemotePlace, newest, place_of, take_records
-from darkroom.train.checks import check_reach
+from darkroom.train.checkpoint.storage import (
+    CheckpointStorage,
+    RemotePlace,
+    check_changes,
+    check_environment,
+    newest,
+    place_of,
+    take_records,
+)
 from darkroom.train.data.feed import Feed, OpenFeed
-from darkroom.train.data.local_dataset import class_note, forget, has_own_store, store_path
-from darkroom.train.data.precomputed import release_pins, settled
+from darkroom.train.data.local_dataset import (
+    class_note,
+    forget,
+    has_own_store,
+    release_pins,
+    settled,
+    store_path,
+)
 from darkroom.train.distributed.ranks import ALONE, RankLost, Ranks, joined, started_together
 from darkroom.train.evaluation import KIND as BEST
 from darkroom.train.exports import Exporter, described_base, write_adapter_file
@@ -38,7 +50,7 @@ from darkroom.train.memory import NotOneFits
 from darkroom.train.model import keep_tokenizer
 from darkroom.train.setup import make_job, own_device
 from darkroom.train.tasks.lora import note_start
-from darkroom.train.tracking import NoTracker, make_tracker
+from darkroom.train.tracking import NoTracker, check_reach, make_tracker
 from darkroom.train.trainer import Trainer, TrainResult, result_of
 
 Estimate = Callable[[Run, int], Mapping[str, Any] | None]

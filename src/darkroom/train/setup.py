@@ -38,7 +38,7 @@ from darkroom.recipe.sections import (
     TrainSettings,
 )
 from darkroom.train.block_swap import swap_blocks, swap_notes, swap_of
-from darkroom.train.checkpoint.saver import exactness
+from darkroom.train.checkpoint.storage import exactness
 from darkroom.train.contents import (
     base_of,
     check_base,
@@ -67,8 +67,11 @@ from darkroom.train.data.local_dataset import (
     gather_class,
     has_own_store,
     open_pinned,
+    prepare_own,
+    stored_latents,
+    stored_masks,
+    stored_text,
 )
-from darkroom.train.data.precomputed import prepare_own, stored_latents, stored_masks, stored_text
 from darkroom.train.distributed.ddp_fsdp import share_weights
 from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.jobs import (
@@ -100,12 +103,12 @@ from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build
 from darkroom.train.tasks.lora import (
     EVA_BATCHES,
     add_adapters,
+    add_word,
     find_eva_start,
     limit_norms,
     parameter_table,
 )
 from darkroom.train.tasks.repa import make_extras
-from darkroom.train.tasks.textual_inversion import add_word
 
 if TYPE_CHECKING:
     from darkroom.recipe.recipe import Recipe

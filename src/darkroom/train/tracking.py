@@ -8,7 +8,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlparse
 
 import yaml
@@ -16,6 +16,10 @@ import yaml
 from darkroom.errors import DarkroomError, MissingExtra, RecipeError
 from darkroom.hardware.system import write_atomically
 from darkroom.recipe.sections import TrackSettings
+
+if TYPE_CHECKING:
+    from darkroom.recipe.sections import CheckpointSettings, EvaluateSettings
+
 
 WANDB_ID = "wandb-id"  # a file of the run: its later sessions are the same run there
 
@@ -192,3 +196,19 @@ def _knows_key() -> bool:
         return host is not None and netrc.netrc(str(file)).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+# ---- what a recipe asks of this machine: found before any work, and as a rule without torch
+
+
+def check_reach(track: TrackSettings, evaluate: EvaluateSettings, checkpoint: CheckpointSettings) -> None:
+    """Raise RecipeError or MissingExtra for a tracker, score or address that cannot be had from here."""
+    check_tracker(track)
+    if evaluate.every_images:
+        from darkroom.train.scores import check_scores
+
+        check_scores(evaluate)
+    if checkpoint.url is not None:
+        from darkroom.train.checkpoint.storage import check_url
+
+        check_url(checkpoint.url)

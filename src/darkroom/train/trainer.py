@@ -21,8 +21,7 @@ from darkroom.errors import CheckpointError, DarkroomError, Stopped, is_disk_ful
 from darkroom.hardware.system import write_atomically
 from darkroom.run import BILL, ENDED, Run
 from darkroom.train.checkpoint.format import Checkpoint
-from darkroom.train.checkpoint.saver import Saver
-from darkroom.train.checkpoint.storage import LocalPlace, newest, place_of
+from darkroom.train.checkpoint.storage import LocalPlace, Saver, newest, place_of
 from darkroom.train.distributed.ranks import ALONE, Agreement, HangWatchdog, Ranks, StopRequest
 from darkroom.train.evaluation import KIND as BEST
 from darkroom.train.evaluation import Best, Evaluator

@@ -16,9 +16,9 @@ from darkroom import hardware
 from darkroom.errors import CheckpointError, RecipeError
 from darkroom.run import Run
 from darkroom.train.checkpoint import format as checkpoint
-from darkroom.train.checkpoint import saver as saving
+from darkroom.train.checkpoint import storage as saving
 from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
-from darkroom.train.checkpoint.saver import Saver, check_changes, check_environment, exactness
+from darkroom.train.checkpoint.storage import Saver, check_changes, check_environment, exactness
 from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.run import train
 

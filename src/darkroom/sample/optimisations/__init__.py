@@ -1,8 +1,8 @@
 """Optimisations by name, each on or off, in any combination that makes sense.
 
 `table` holds them, chooses and refuses; `applied` holds what one is, what was made of the model, and its VAE
-in less memory. How each works stands by subject: `precision` (and memory), `attention`, `compiled`, `offload`,
-`tiny_vae` and `steps`.
+in less memory. How each works stands by subject: `precision` (and memory), `attention`, `compiled`,
+`offload`, `tiny_vae` and `steps`.
 """
 
 from darkroom.sample.optimisations.applied import (

@@ -12,10 +12,16 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from darkroom.data.buckets import BucketIndex, listed_buckets
 from darkroom.data.images import ColourChange, buckets
 from darkroom.data.loader import Loader, ReadSettings, open_batches
-from darkroom.data.mixing import MixedBucketOrder, MixedOrder, MixedRows, MixedStore
+from darkroom.data.mixing import (
+    BucketIndex,
+    MixedBucketOrder,
+    MixedOrder,
+    MixedRows,
+    MixedStore,
+    listed_buckets,
+)
 from darkroom.data.order import BatchRows, BucketOrder, Ints, Order, OrderSettings, Rows, SampleOrder
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
