@@ -5,7 +5,7 @@ itself, `keys` the layouts; `read` reads, fits, merges and writes; `bank` holds 
 row.
 """
 
-from darkroom.models.adapters.adapter import Adapter
-from darkroom.models.adapters.read import Factors, Layer, adaptable, fit, merge, read_adapter, write_adapter
+from darkroom.models.adapters.adapter import Adapter, Factors, Layer
+from darkroom.models.adapters.read import adaptable, fit, merge, read_adapter, write_adapter
 
 __all__ = ["Adapter", "Factors", "Layer", "adaptable", "fit", "merge", "read_adapter", "write_adapter"]
