@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 
 from darkroom.data.importers import import_pictures
 from darkroom.data.store import Store
-from darkroom.train.checkpoint.format import checkpoints, step_of
+from darkroom.train.checkpoint import checkpoints, step_of
 
 Popen = subprocess.Popen
 """What starts a job; tests put one here that has the imports done."""

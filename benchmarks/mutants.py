@@ -76,8 +76,8 @@ TESTS = {
         "serve/test_intake.py::test_no_place_is_held_for_a_key_that_cannot_use_it_or_never_comes",
     ],
     "models/adapters/bank.py": ["models/adapters/test_bank.py"],
-    "train/checkpoint/format.py": ["train/checkpoint/test_format.py", "train/checkpoint/test_saver.py"],
-    "train/checkpoint/storage.py": [
+    "train/checkpoint.py": ["train/checkpoint/test_format.py", "train/checkpoint/test_saver.py"],
+    "train/checkpoint_storage.py": [
         "train/checkpoint/test_storage.py",
         "train/checkpoint/test_format.py",
         "train/checkpoint/test_saver.py",
@@ -170,7 +170,7 @@ EQUIVALENT = {
         'if settings.distribution is "mode":',
     ): "settings hold the very literal of their type",
     (
-        "train/checkpoint/storage.py",
+        "train/checkpoint_storage.py",
         '"device": here.cpu if device.type <= "cpu" else here.devices[device.index or 0].name,',
     ): "no kind of device comes before that one",
     (
@@ -202,15 +202,15 @@ EQUIVALENT = {
         'if self.prediction is "sample":',
     ): "the names of predictions are this module's own constants",
     (
-        "train/checkpoint/format.py",
+        "train/checkpoint.py",
         "if low <= high:",
     ): "a piece without rows adds none",
     (
-        "train/checkpoint/storage.py",
+        "train/checkpoint_storage.py",
         'if tensor.dim() or parts[name.rpartition("/")[0]][0] <= 0  # a number is the same for all rows',
     ): "no rank's first row is below 0",
     (
-        "train/checkpoint/storage.py",
+        "train/checkpoint_storage.py",
         '"" if schedule <= "constant" else '
         """f"; the rate's {schedule} decay is stretched over the new length\"""",
     ): "no schedule's name comes before that one",

@@ -187,11 +187,11 @@ def train_a_step(recipe: Any, folder: Path, kind: str, *, spoil: bool = False) -
     """Batch to updated weights and held-out losses; how many results lay on the device."""
     from darkroom.data.order import Rows
     from darkroom.models import precision
-    from darkroom.train.data.feed import read_once, select_rows
-    from darkroom.train.data.local_dataset import gather, has_own_store, open_store
+    from darkroom.train.feed import read_once, select_rows
+    from darkroom.train.local_dataset import gather, has_own_store, open_store
     from darkroom.train.model import build_model
     from darkroom.train.setup import bare_step, make_task
-    from darkroom.train.tasks.extractor import build_extractor
+    from darkroom.train.tasks.encoders import build_extractor
 
     data = recipe.data
     if has_own_store(data):

@@ -25,7 +25,7 @@ from darkroom.serve.api.app import make_app
 from darkroom.serve.api.shared import all_made, pngs_of
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import PictureRequest
-from darkroom.train.tasks.autoencoder import Autoencoder
+from darkroom.train.tasks.encoders import Autoencoder
 from serve import conftest
 
 run_core = conftest.run_core

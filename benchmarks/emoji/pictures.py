@@ -18,7 +18,7 @@ from darkroom import models, sample
 from darkroom.data.store import Store
 from darkroom.recipe import read_recipe
 from darkroom.run import Run
-from darkroom.train.data.feed import select_rows
+from darkroom.train.feed import select_rows
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt

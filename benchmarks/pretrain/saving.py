@@ -28,7 +28,7 @@ from darkroom.hardware.machine import environment
 from darkroom.measure.timing import Measurement, Timing, append_csv, measurement
 from darkroom.recipe import make_recipe
 from darkroom.run import Run
-from darkroom.train.checkpoint.format import checkpoints
+from darkroom.train.checkpoint import checkpoints
 from darkroom.train.jobs import Pinned
 from darkroom.train.setup import make_job
 from darkroom.train.tracking import NoTracker

@@ -33,7 +33,7 @@ from darkroom.cluster.prepare import Ask, _Fragments, _Sized, cut_block, parts_f
 from darkroom.data.versions import vanished
 from darkroom.errors import DarkroomError, InputError, StoreError
 from darkroom.prepare.job import Notes
-from darkroom.train.distributed.ranks import Ranks
+from darkroom.train.ranks import Ranks
 
 
 class Held(Pool):

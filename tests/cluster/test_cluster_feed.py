@@ -29,9 +29,9 @@ from darkroom.cluster.train import train as train_on_ray
 from darkroom.data.store import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError
 from darkroom.recipe import Recipe, make_recipe
-from darkroom.train.data.feed import make_order, select_rows
-from darkroom.train.distributed.ranks import Ranks
+from darkroom.train.feed import make_order, select_rows
 from darkroom.train.jobs import Pinned
+from darkroom.train.ranks import Ranks
 from darkroom.train.run import train
 from darkroom.train.setup import make_job
 

@@ -27,7 +27,7 @@ from darkroom.data.importers import import_pictures
 from darkroom.data.store import Store
 from darkroom.errors import InputError, RecipeError, Stopped
 from darkroom.recipe import make_recipe
-from darkroom.train.checkpoint.format import checkpoints
+from darkroom.train.checkpoint import checkpoints
 from darkroom.train.run import train as train_here
 
 pytestmark = pytest.mark.xdist_group("ray")

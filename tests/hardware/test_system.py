@@ -36,7 +36,7 @@ HIDDEN = {"fcntl", "resource"}
 HIDDEN_OF_OS = ("sched_getaffinity", "fork", "getloadavg", "uname", "posix_fadvise")
 ONCE_USED_THEM = (
     *("hardware.meters", "hardware.machine", "run", "data.versions", "data.sidecars", "data.importers.job"),
-    *("data.importers.archives", "prepare.job", "train.distributed.ranks", "measure.timing"),
+    *("data.importers.archives", "prepare.job", "train.ranks", "measure.timing"),
 )
 
 

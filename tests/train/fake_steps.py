@@ -21,17 +21,15 @@ from darkroom.plan.targets import encodes
 from darkroom.plan.training import _columns, _NoStore, _without_files, reads_text
 from darkroom.recipe import Recipe, make_recipe
 from darkroom.recipe.sections import VAE_TASKS
+from darkroom.train import ddp_fsdp, setup
 from darkroom.train import model as build
-from darkroom.train import setup
 from darkroom.train.block_swap import swap_of
-from darkroom.train.distributed import ddp_fsdp
-from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.memory import offload_mmap
 from darkroom.train.precision import DTYPES, cast
+from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.tasks import repa
-from darkroom.train.tasks.autoencoder import with_student
 from darkroom.train.tasks.diffusion import Masks
-from darkroom.train.tasks.extractor import ExtractorModel
+from darkroom.train.tasks.encoders import ExtractorModel, with_student
 from fake_card import CARD, PINNED, Watched, elsewhere, fake_card, outside
 
 ROWS = 4

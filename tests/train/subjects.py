@@ -11,7 +11,7 @@ import torch
 
 from darkroom.recipe import Recipe, make_recipe
 from darkroom.run import Run
-from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
+from darkroom.train.checkpoint import checkpoints, load_checkpoint
 from darkroom.train.run import train
 
 SIDE = 32

@@ -18,7 +18,7 @@ from darkroom.errors import CheckpointError, RecipeError
 from darkroom.models.adapters.read import read_adapter
 from darkroom.plan.training import profile_recipe
 from darkroom.recipe.sections import AdapterSettings
-from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
+from darkroom.train.checkpoint import checkpoints, load_checkpoint
 from darkroom.train.jobs import Pinned
 from darkroom.train.run import export
 from darkroom.train.setup import make_job

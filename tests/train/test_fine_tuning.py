@@ -23,7 +23,7 @@ from darkroom.models.adapters.read import read_adapter
 from darkroom.recipe import Recipe, make_recipe
 from darkroom.run import Run
 from darkroom.train import exports
-from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
+from darkroom.train.checkpoint import checkpoints, load_checkpoint
 from darkroom.train.exports import Exporter
 from darkroom.train.jobs import Pinned
 from darkroom.train.run import export, train

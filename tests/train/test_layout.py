@@ -17,7 +17,7 @@ from darkroom.hardware import accelerator
 from darkroom.recipe.sections import AdapterSettings, TrainSettings
 from darkroom.sample import unet_call
 from darkroom.train import jobs
-from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
+from darkroom.train.checkpoint import checkpoints, load_checkpoint
 from darkroom.train.jobs import FEW_CONVOLUTIONS, MOST_ROWS, Pinned, chosen_layout, lay_out
 from darkroom.train.run import train
 from darkroom.train.tasks.lora import add_adapters

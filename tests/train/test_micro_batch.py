@@ -8,9 +8,9 @@ from test_step import B, Denoise, furthest, make_step, some_inputs
 
 from darkroom.errors import RecipeError
 from darkroom.run import Run
-from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
-from darkroom.train.distributed.ranks import ALONE
+from darkroom.train.checkpoint import checkpoints, load_checkpoint
 from darkroom.train.memory import tried_micro_batch, try_micro_batches
+from darkroom.train.ranks import ALONE
 from darkroom.train.run import train
 from darkroom.train.tasks import diffusion as tasks
 

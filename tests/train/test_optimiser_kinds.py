@@ -18,7 +18,7 @@ from darkroom.plan.training import profile_recipe
 from darkroom.recipe import make_recipe
 from darkroom.recipe.sections import OptimSettings, TrainSettings
 from darkroom.run import Run
-from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
+from darkroom.train.checkpoint import checkpoints, load_checkpoint
 from darkroom.train.optim import (
     make_optimiser,
     optimiser_numbers,

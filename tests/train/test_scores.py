@@ -96,7 +96,7 @@ def test_pictures_without_captions_have_no_clip_score(recipe_of, photos, extract
 
 
 def recipe_rows(recipe, store) -> np.ndarray:
-    from darkroom.train.data.feed import select_rows
+    from darkroom.train.feed import select_rows
 
     held = select_rows(store, recipe.data)[1]
     return held.positions(np.arange(len(held)))

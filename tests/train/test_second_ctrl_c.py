@@ -18,8 +18,8 @@ import yaml
 
 import warm
 from darkroom.errors import Stopped
-from darkroom.train.checkpoint import format as checkpoint
-from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
+from darkroom.train import checkpoint as checkpoint
+from darkroom.train.checkpoint import checkpoints, load_checkpoint
 from darkroom.train.run import train
 
 STUCK = """

@@ -29,7 +29,7 @@ from darkroom.hardware.prices import price
 from darkroom.prepare.job import prepare
 from darkroom.recipe import Recipe
 from darkroom.run import Run
-from darkroom.train.checkpoint.format import checkpoints
+from darkroom.train.checkpoint import checkpoints
 from darkroom.train.run import export, train
 from darkroom.train.tracking import check_tracker
 from darkroom.train.trainer import TrainResult

@@ -113,8 +113,8 @@ def bench_train(
 def _job_of(recipe: Path, overrides: list[str]) -> Iterator[TrainingSetup]:
     """A recipe's job of these processes in a temporary folder. Raises what training it would raise."""
     from darkroom.recipe.recipe import read_recipe
-    from darkroom.train.distributed.ranks import joined
     from darkroom.train.jobs import Pinned
+    from darkroom.train.ranks import joined
     from darkroom.train.setup import make_job
 
     read = read_recipe(recipe, overrides)

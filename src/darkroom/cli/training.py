@@ -146,7 +146,7 @@ def train(
 
         return _show_run(train_on_ray(recipes[0][1], placement=on_ray.placement(), **how), as_json)
     on_ray.check_engine(engine)
-    from darkroom.train.distributed.ranks import is_first, launch, num_processes, starts_processes
+    from darkroom.train.ranks import is_first, launch, num_processes, starts_processes
     from darkroom.train.tracking import check_reach
 
     first = recipes[0][1]

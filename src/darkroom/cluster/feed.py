@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from darkroom.data.order import BatchRows, SampleOrder
     from darkroom.data.store import Store
     from darkroom.recipe.sections import DataSettings, OnlineSettings, TrainSettings
-    from darkroom.train.data.feed import Feed
-    from darkroom.train.distributed.ranks import Ranks
+    from darkroom.train.feed import Feed
+    from darkroom.train.ranks import Ranks
     from darkroom.train.tasks.diffusion import Columns, Task
 
 Say = Callable[[str], None]
@@ -156,7 +156,7 @@ def _spare_cpus(bounds: Bounds, nodes: list[dict[str, float]], reserved: float) 
 
 @dataclass(frozen=True)
 class OnlineFeed:
-    """A feed that workers can be handed; see `darkroom.train.data.feed.OpenFeed`."""
+    """A feed that workers can be handed; see `darkroom.train.feed.OpenFeed`."""
 
     keeper: Any
     settings: OnlineSettings

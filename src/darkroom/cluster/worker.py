@@ -287,7 +287,7 @@ def work(job: dict[str, Any]) -> None:
 
 def _unexpected(error: Exception) -> tuple[str, int, bool, str]:
     """An error that darkroom did not foresee, as the mail takes it: its type and its last line."""
-    from darkroom.train.distributed.ranks import is_broken_link
+    from darkroom.train.ranks import is_broken_link
 
     name = type(error).__name__
     kind = LOST if isinstance(error, RuntimeError) and is_broken_link(error) else name
@@ -331,7 +331,7 @@ def _goes_on(job: dict[str, Any], out: Path, *, again: bool) -> bool:
     import torch
     import torch.distributed as dist
 
-    from darkroom.train.checkpoint.storage import place_of
+    from darkroom.train.checkpoint_storage import place_of
 
     if job["resume"] in ("auto", "never"):  # `never` has been given a folder of its own
         return True
@@ -409,7 +409,7 @@ def _stopping(mail: Any, leaving: Callable[[], str]) -> Iterator[None]:
     """
     import ray
 
-    from darkroom.train.distributed.ranks import STOP
+    from darkroom.train.ranks import STOP
 
     over = threading.Event()
 

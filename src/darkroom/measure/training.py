@@ -33,11 +33,11 @@ from darkroom.recipe.recipe import read_recipe
 from darkroom.recipe.rules import own_rate
 from darkroom.recipe.sections import OptimSettings, TrainSettings
 from darkroom.run import Run
-from darkroom.train.distributed.ranks import Ranks
 from darkroom.train.jobs import Pinned, TrainingSetup, flops_per_image
 from darkroom.train.objective import FlowObjective, Objective, make_objective
 from darkroom.train.optim import Optimiser
 from darkroom.train.precision import DTYPES
+from darkroom.train.ranks import Ranks
 from darkroom.train.setup import make_job
 from darkroom.train.step import Step, make_weights, micro_batches, num_rows
 from darkroom.train.tracking import NoTracker

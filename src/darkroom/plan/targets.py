@@ -407,7 +407,7 @@ def of_steps(
 
 def of_pictures(task: str, model: ModelSettings, data: DataSettings) -> dict[str, Any]:
     """What a plan needs of a model and of the pictures that it is trained on."""
-    from darkroom.train.data.local_dataset import CLASS_STEPS, class_call
+    from darkroom.train.local_dataset import CLASS_STEPS, class_call
 
     stores_text = data.text != "inline" and not model.train_text_encoder
     return {

@@ -31,7 +31,7 @@ from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Condition, Row, denoise
 from darkroom.sample.pictures import DECODE_PIXELS
 from darkroom.train import model as build
-from darkroom.train.tasks.autoencoder import with_student
+from darkroom.train.tasks.encoders import with_student
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import ModelSettings, ObjectiveSettings

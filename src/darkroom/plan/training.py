@@ -38,8 +38,8 @@ from darkroom.sample.choice import pictures_a_call
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 from darkroom.train import setup as job
 from darkroom.train.block_swap import swap_of
-from darkroom.train.data.local_dataset import PREPARED_PIXELS, has_own_store
-from darkroom.train.distributed.ddp_fsdp import blocks_of
+from darkroom.train.ddp_fsdp import blocks_of
+from darkroom.train.local_dataset import PREPARED_PIXELS, has_own_store
 from darkroom.train.memory import LEAST_BYTES, packed_weights
 from darkroom.train.precision import cast
 from darkroom.train.tasks.diffusion import ENCODED_PIXELS, SIZES, Diffusion, Task

@@ -32,9 +32,9 @@ from darkroom.models.families import FAMILIES
 from darkroom.models.model import Model, is_flow
 from darkroom.recipe.sections import AdapterSettings, DataSettings, ModelSettings
 from darkroom.sample.schedule import Schedule
-from darkroom.train.data.feed import SET
-from darkroom.train.data.local_dataset import has_own_store
-from darkroom.train.distributed.ranks import Ranks
+from darkroom.train.feed import SET
+from darkroom.train.local_dataset import has_own_store
+from darkroom.train.ranks import Ranks
 from darkroom.train.tasks.diffusion import COLUMN as MASK
 from darkroom.train.tasks.diffusion import Diffusion, Task
 

@@ -18,17 +18,17 @@ from darkroom.bill import Meter, format_seconds
 from darkroom.hardware.system import atomic_replace, remove_file, write_atomically
 from darkroom.recipe.sections import SamplePrompt, SampleSettings
 from darkroom.run import PROMPTS, Run
-from darkroom.train.checkpoint.format import Checkpoint
-from darkroom.train.distributed.ranks import HangWatchdog
+from darkroom.train.checkpoint import Checkpoint
 from darkroom.train.jobs import Say, TrainingSetup
 from darkroom.train.memory import laid_aside
+from darkroom.train.ranks import HangWatchdog
 from darkroom.train.step import Weights, held_rows, micro_batches
-from darkroom.train.tasks.autoencoder import Autoencoder, LearnTinyVae
+from darkroom.train.tasks.encoders import Autoencoder, LearnTinyVae
 from darkroom.train.tracking import Tracker
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
-    from darkroom.train.distributed.ranks import StopRequest
+    from darkroom.train.ranks import StopRequest
     from darkroom.train.tasks.diffusion import Task
 
 

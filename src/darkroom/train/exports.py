@@ -39,12 +39,11 @@ from darkroom.models.checked import without_token
 from darkroom.models.model import Model
 from darkroom.models.reference import is_hub_id
 from darkroom.run import ENVIRONMENT, Run
-from darkroom.train.data.feed import SET, select_rows, times_of
-from darkroom.train.data.local_dataset import class_store_path, has_own_store, open_store, store_path
+from darkroom.train.feed import SET, select_rows, times_of
+from darkroom.train.local_dataset import class_store_path, has_own_store, open_store, store_path
 from darkroom.train.model import build_model, no_captions
 from darkroom.train.precision import cast
-from darkroom.train.tasks.autoencoder import TinyVaeModel
-from darkroom.train.tasks.extractor import ExtractorModel, build_extractor
+from darkroom.train.tasks.encoders import ExtractorModel, TinyVaeModel, build_extractor
 from darkroom.train.tasks.lora import FILE as WORDS
 from darkroom.train.tasks.lora import START, adapter_of, add_word, read_noted_start, settle_words, write_words
 

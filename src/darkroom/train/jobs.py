@@ -22,9 +22,9 @@ from darkroom.hardware.cards import mfu
 from darkroom.recipe.rules import channels_last
 from darkroom.recipe.sections import SamplePrompt, TrainSettings
 from darkroom.train.contents import Contents
-from darkroom.train.data.feed import Feed
-from darkroom.train.distributed.ranks import ALONE, Ranks
+from darkroom.train.feed import Feed
 from darkroom.train.memory import alike
+from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.scores import Scores
 from darkroom.train.step import Step
 from darkroom.train.tasks.diffusion import Task

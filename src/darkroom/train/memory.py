@@ -31,7 +31,7 @@ from darkroom.hardware.meters import drop_file_pages, file_mappings, give_back
 from darkroom.models.model import is_mapped
 from darkroom.recipe.rules import divisors
 from darkroom.recipe.sections import TrainSettings
-from darkroom.train.distributed.ranks import Ranks
+from darkroom.train.ranks import Ranks
 from darkroom.train.step import Step, micro_batches
 from darkroom.train.tasks.diffusion import Task
 

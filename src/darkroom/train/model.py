@@ -13,8 +13,8 @@ from darkroom.models.families import FAMILIES
 from darkroom.models.model import PARTS, Model
 from darkroom.recipe.sections import VAE_TASKS
 from darkroom.train.objective import scheduler_config
-from darkroom.train.tasks.autoencoder import teacher_of, with_student
 from darkroom.train.tasks.distill import lcm_scheduler
+from darkroom.train.tasks.encoders import teacher_of, with_student
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import ModelSettings, ObjectiveSettings

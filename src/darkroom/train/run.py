@@ -23,8 +23,8 @@ from darkroom.recipe.kohya import refuse_foreign_state
 from darkroom.recipe.recipe import Recipe, read_sweep, recipe_of
 from darkroom.recipe.sections import BudgetSettings, CheckpointSettings, DataSettings
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
-from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
-from darkroom.train.checkpoint.storage import (
+from darkroom.train.checkpoint import Checkpoint, Saved, load_checkpoint
+from darkroom.train.checkpoint_storage import (
     CheckpointStorage,
     RemotePlace,
     check_changes,
@@ -33,8 +33,11 @@ from darkroom.train.checkpoint.storage import (
     place_of,
     take_records,
 )
-from darkroom.train.data.feed import Feed, OpenFeed
-from darkroom.train.data.local_dataset import (
+from darkroom.train.evaluation import KIND as BEST
+from darkroom.train.exports import Exporter, described_base, write_adapter_file
+from darkroom.train.feed import Feed, OpenFeed
+from darkroom.train.jobs import Pinned, Say, TrainingSetup, devices_of
+from darkroom.train.local_dataset import (
     class_note,
     forget,
     has_own_store,
@@ -42,12 +45,9 @@ from darkroom.train.data.local_dataset import (
     settled,
     store_path,
 )
-from darkroom.train.distributed.ranks import ALONE, RankLost, Ranks, joined, started_together
-from darkroom.train.evaluation import KIND as BEST
-from darkroom.train.exports import Exporter, described_base, write_adapter_file
-from darkroom.train.jobs import Pinned, Say, TrainingSetup, devices_of
 from darkroom.train.memory import NotOneFits
 from darkroom.train.model import keep_tokenizer
+from darkroom.train.ranks import ALONE, RankLost, Ranks, joined, started_together
 from darkroom.train.setup import make_job, own_device
 from darkroom.train.tasks.lora import note_start
 from darkroom.train.tracking import NoTracker, check_reach, make_tracker

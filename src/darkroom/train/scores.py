@@ -21,7 +21,7 @@ from darkroom.data.loader import ReadSettings
 from darkroom.data.order import Ints, Rows
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
-from darkroom.train.data.feed import read_once
+from darkroom.train.feed import read_once
 
 if TYPE_CHECKING:
     from darkroom.evaluate.extractors import Extractor

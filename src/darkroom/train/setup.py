@@ -38,7 +38,7 @@ from darkroom.recipe.sections import (
     TrainSettings,
 )
 from darkroom.train.block_swap import swap_blocks, swap_notes, swap_of
-from darkroom.train.checkpoint.storage import exactness
+from darkroom.train.checkpoint_storage import exactness
 from darkroom.train.contents import (
     base_of,
     check_base,
@@ -48,7 +48,8 @@ from darkroom.train.contents import (
     others_of,
     places_of,
 )
-from darkroom.train.data.feed import (
+from darkroom.train.ddp_fsdp import share_weights
+from darkroom.train.feed import (
     LOSS_WEIGHT,
     PROMPT,
     Feed,
@@ -61,7 +62,16 @@ from darkroom.train.data.feed import (
     rows_of_one_size,
     select_rows,
 )
-from darkroom.train.data.local_dataset import (
+from darkroom.train.jobs import (
+    Pinned,
+    Say,
+    TrainingSetup,
+    chosen_layout,
+    flops_per_image,
+    lay_out,
+    set_kernels,
+)
+from darkroom.train.local_dataset import (
     class_store_path,
     gather,
     gather_class,
@@ -71,17 +81,6 @@ from darkroom.train.data.local_dataset import (
     stored_latents,
     stored_masks,
     stored_text,
-)
-from darkroom.train.distributed.ddp_fsdp import share_weights
-from darkroom.train.distributed.ranks import ALONE, Ranks
-from darkroom.train.jobs import (
-    Pinned,
-    Say,
-    TrainingSetup,
-    chosen_layout,
-    flops_per_image,
-    lay_out,
-    set_kernels,
 )
 from darkroom.train.memory import (
     ESTIMATED,
@@ -94,12 +93,19 @@ from darkroom.train.memory import (
 from darkroom.train.model import build_model
 from darkroom.train.objective import Objective, make_objective
 from darkroom.train.precision import DTYPES, choose_precision
+from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.scores import Scores
 from darkroom.train.step import Step, make_weights, micro_batches
-from darkroom.train.tasks.autoencoder import Autoencoder, LearnTinyVae, TinyVaeModel
 from darkroom.train.tasks.diffusion import SIZES, Columns, Diffusion, Preference, Reading, Task
 from darkroom.train.tasks.distill import Distillation, DistributionMatching
-from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build_extractor
+from darkroom.train.tasks.encoders import (
+    Autoencoder,
+    ExtractorModel,
+    LearnExtractor,
+    LearnTinyVae,
+    TinyVaeModel,
+    build_extractor,
+)
 from darkroom.train.tasks.lora import (
     EVA_BATCHES,
     add_adapters,

@@ -33,7 +33,7 @@ from darkroom.train.optim import (
 from darkroom.train.precision import attend_in_float32, cast
 
 if TYPE_CHECKING:
-    from darkroom.train.checkpoint.format import Saved
+    from darkroom.train.checkpoint import Saved
 
 Inputs = Mapping[str, Tensor]
 

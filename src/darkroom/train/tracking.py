@@ -209,6 +209,6 @@ def check_reach(track: TrackSettings, evaluate: EvaluateSettings, checkpoint: Ch
 
         check_scores(evaluate)
     if checkpoint.url is not None:
-        from darkroom.train.checkpoint.storage import check_url
+        from darkroom.train.checkpoint_storage import check_url
 
         check_url(checkpoint.url)

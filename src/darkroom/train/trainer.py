@@ -20,14 +20,14 @@ from darkroom.counting import UncountedOperation
 from darkroom.errors import CheckpointError, DarkroomError, Stopped, is_disk_full
 from darkroom.hardware.system import write_atomically
 from darkroom.run import BILL, ENDED, Run
-from darkroom.train.checkpoint.format import Checkpoint
-from darkroom.train.checkpoint.storage import LocalPlace, Saver, newest, place_of
-from darkroom.train.distributed.ranks import ALONE, Agreement, HangWatchdog, Ranks, StopRequest
+from darkroom.train.checkpoint import Checkpoint
+from darkroom.train.checkpoint_storage import LocalPlace, Saver, newest, place_of
 from darkroom.train.evaluation import KIND as BEST
 from darkroom.train.evaluation import Best, Evaluator
 from darkroom.train.exports import Exporter
 from darkroom.train.jobs import COUNT_AFTER_S, Say, TrainingSetup, flops_per_image, projected, utilisation
 from darkroom.train.optim import optimiser_numbers, optimiser_tensors, restore_optimiser
+from darkroom.train.ranks import ALONE, Agreement, HangWatchdog, Ranks, StopRequest
 from darkroom.train.step import StepResult, held_rows
 from darkroom.train.tracking import Tracker
 

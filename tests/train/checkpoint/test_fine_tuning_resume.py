@@ -17,7 +17,7 @@ from subjects import recipe_for
 
 from darkroom.recipe import Recipe
 from darkroom.run import Run
-from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
+from darkroom.train.checkpoint import checkpoints, load_checkpoint
 
 STEPS = 24
 

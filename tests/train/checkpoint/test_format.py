@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 
 import warm
 from darkroom.errors import CheckpointError
-from darkroom.train.checkpoint.format import (
+from darkroom.train.checkpoint import (
     Checkpoint,
     checkpoints,
     load_checkpoint,
     reading,
 )
-from darkroom.train.checkpoint.storage import LocalPlace, newest
-from darkroom.train.distributed.ranks import ALONE
+from darkroom.train.checkpoint_storage import LocalPlace, newest
+from darkroom.train.ranks import ALONE
 
 AWKWARD = {"tenth": 0.1, "third": 1 / 3, "tiny": 5e-324, "large": 1.7976931348623157e308, "n": 2**62 + 1}
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from darkroom.errors import CheckpointError, InputError, RecipeError
 from darkroom.recipe import Recipe
 from darkroom.run import Run
-from darkroom.train.checkpoint.format import checkpoints, load_checkpoint, step_of
+from darkroom.train.checkpoint import checkpoints, load_checkpoint, step_of
 from darkroom.train.run import train
 from train.conftest import MakeRecipe
 

@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from darkroom import hardware
 from darkroom.errors import CheckpointError, RecipeError
 from darkroom.run import Run
-from darkroom.train.checkpoint import format as checkpoint
-from darkroom.train.checkpoint import storage as saving
-from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
-from darkroom.train.checkpoint.storage import Saver, check_changes, check_environment, exactness
-from darkroom.train.distributed.ranks import ALONE, Ranks
+from darkroom.train import checkpoint as checkpoint
+from darkroom.train import checkpoint_storage as saving
+from darkroom.train.checkpoint import checkpoints, load_checkpoint
+from darkroom.train.checkpoint_storage import Saver, check_changes, check_environment, exactness
+from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.run import train
 
 

@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file
 
 from darkroom.errors import CheckpointError, DamagedCheckpoint, RecipeError
-from darkroom.train.checkpoint import storage
-from darkroom.train.checkpoint.storage import (
+from darkroom.train import checkpoint_storage
+from darkroom.train.checkpoint_storage import (
     Kept,
     LocalPlace,
     RemotePlace,
@@ -31,7 +31,7 @@ from darkroom.train.checkpoint.storage import (
     place_of,
     take_records,
 )
-from darkroom.train.distributed.ranks import ALONE, Ranks
+from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.run import export, train
 
 pytest.importorskip("moto", reason="moto[server] is not installed")
@@ -174,14 +174,14 @@ def test_another_rank_of_the_machine_waits_for_the_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads what the first one has read, and never the store."""
-    monkeypatch.setattr(storage, "POLL_S", 0.0)
+    monkeypatch.setattr(checkpoint_storage, "POLL_S", 0.0)
     place, second = RemotePlace(f"file://{tmp_path}/store", tmp_path / "run"), Ranks(local_rank=1)
     save(place, 20)
     (kept,) = place.kept()
-    monkeypatch.setattr(storage, "SHARES_WAIT_S", 0.05)
+    monkeypatch.setattr(checkpoint_storage, "SHARES_WAIT_S", 0.05)
     with pytest.raises(CheckpointError, match="step-00000020.t' was not read for 0.05 s"):
         place.open(kept, second)
-    monkeypatch.setattr(storage, "SHARES_WAIT_S", 60.0)
+    monkeypatch.setattr(checkpoint_storage, "SHARES_WAIT_S", 60.0)
     reader = threading.Timer(0.2, place.load, [kept])
     reader.start()
     assert place.open(kept, second).scalars == {"k": 20}
@@ -196,8 +196,8 @@ def test_another_rank_of_the_machine_waits_for_the_copy(
 def test_a_share_that_never_comes_is_an_error_at_an_address_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "POLL_S", 0.0)
-    monkeypatch.setattr(storage, "SHARES_WAIT_S", 0.05)
+    monkeypatch.setattr(checkpoint_storage, "POLL_S", 0.0)
+    monkeypatch.setattr(checkpoint_storage, "SHARES_WAIT_S", 0.05)
     place = RemotePlace(f"file://{tmp_path}/store", tmp_path / "run")
     place.write_share(3, "t", 0, 2, tensors(3), {})
     with pytest.raises(CheckpointError, match="rank 1 has not written its share for 0.05 s"):
@@ -206,7 +206,7 @@ def test_a_share_that_never_comes_is_an_error_at_an_address_too(
     with pytest.raises(CheckpointError, match="rank 1 could not write its share to file://"):
         place.complete(3, "t", 2, {}, 1)
     assert place.kept() == []
-    monkeypatch.setattr(storage, "SHARES_WAIT_S", 60.0)
+    monkeypatch.setattr(checkpoint_storage, "SHARES_WAIT_S", 60.0)
     place.write_share(4, "t", 0, 2, tensors(4), {})
     late = threading.Timer(0.2, place.write_share, [4, "t", 1, 2, {"weights": {"unet.b": torch.ones(2)}}, {}])
     late.start()
@@ -219,7 +219,7 @@ def test_a_share_is_waited_for_whose_index_is_still_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some file systems show a file before all that is in it."""
-    monkeypatch.setattr(storage, "POLL_S", 0.0)
+    monkeypatch.setattr(checkpoint_storage, "POLL_S", 0.0)
     place = RemotePlace(f"file://{tmp_path}/store", tmp_path / "run")
     place.write_share(4, "t", 0, 2, tensors(4), {})
     place.write_share(4, "t", 1, 2, {"weights": {"unet.b": torch.ones(2)}}, {})
@@ -227,10 +227,10 @@ def test_a_share_is_waited_for_whose_index_is_still_being_written(
     whole = index.read_bytes()
     for cut in (0, 1, len(whole.rstrip()) - 1):
         index.write_bytes(whole[:cut])
-        monkeypatch.setattr(storage, "SHARES_WAIT_S", 0.05)
+        monkeypatch.setattr(checkpoint_storage, "SHARES_WAIT_S", 0.05)
         with pytest.raises(CheckpointError, match="rank 1 has not written its share for 0.05 s"):
             place.complete(4, "t", 2, {}, 1)
-    monkeypatch.setattr(storage, "SHARES_WAIT_S", 60.0)
+    monkeypatch.setattr(checkpoint_storage, "SHARES_WAIT_S", 60.0)
     late = threading.Timer(0.2, index.write_bytes, [whole])
     late.start()
     place.complete(4, "t", 2, {}, 1)

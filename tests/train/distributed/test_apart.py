@@ -18,9 +18,9 @@ import warm
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError, StoreError
 from darkroom.run import Run
+from darkroom.train import ranks
 from darkroom.train import run as start
-from darkroom.train.data.local_dataset import settled
-from darkroom.train.distributed import ranks
+from darkroom.train.local_dataset import settled
 from darkroom.train.run import train
 from darkroom.train.setup import make_job
 

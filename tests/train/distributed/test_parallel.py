@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import warm
 from darkroom.errors import RecipeError
 from darkroom.recipe.rules import channels_last
-from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
+from darkroom.train.checkpoint import checkpoints, load_checkpoint
 
 CLOSE = 1e-6
 

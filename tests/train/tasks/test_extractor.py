@@ -20,7 +20,7 @@ from darkroom.evaluate.job import evaluate_folder
 from darkroom.evaluate.pictures import FolderPictures, images
 from darkroom.recipe import make_recipe, read_recipe
 from darkroom.train.run import export, train
-from darkroom.train.tasks.extractor import cut, matched, tinted
+from darkroom.train.tasks.encoders import cut, matched, tinted
 
 TONES = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (50, 70, 220)}
 

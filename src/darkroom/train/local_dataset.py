@@ -36,7 +36,7 @@ from darkroom.prepare.columns import (
     text_column,
 )
 from darkroom.prepare.job import prepare
-from darkroom.train.data.feed import LOSS_WEIGHT, PROMPT, SET, check_repeats, inline_step
+from darkroom.train.feed import LOSS_WEIGHT, PROMPT, SET, check_repeats, inline_step
 from darkroom.train.tasks.diffusion import COLUMN, Masks, alpha_of
 
 if TYPE_CHECKING:

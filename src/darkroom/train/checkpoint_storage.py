@@ -34,9 +34,9 @@ from darkroom.hardware import accelerator
 from darkroom.hardware.system import remove_tree, sync_file, write_atomically
 from darkroom.options import COPIED_BYTES
 from darkroom.run import differences
-from darkroom.train.checkpoint import format as local
-from darkroom.train.checkpoint.format import Checkpoint, Parts, Say, Tensors
-from darkroom.train.distributed.ranks import ALONE, Ranks
+from darkroom.train import checkpoint as local
+from darkroom.train.checkpoint import Checkpoint, Parts, Say, Tensors
+from darkroom.train.ranks import ALONE, Ranks
 
 RECORDS = ("metrics.jsonl", "environment.json", "bill.json", "odd_batches.jsonl")  # of a run
 BLOCK_BYTES = 32 * 2**20  # of a file that is sent in parts: 10,000 of them are 320 GB

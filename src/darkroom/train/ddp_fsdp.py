@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from darkroom.train.distributed.ranks import Ranks
 from darkroom.train.precision import attend_in_float32
+from darkroom.train.ranks import Ranks
 from darkroom.train.step import CastWeights, Weights
 
 BUCKET_BYTES = 25 * 2**20

@@ -28,7 +28,7 @@ from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
 from darkroom.models.model import Model
 from darkroom.recipe.sections import DataSettings, TrainSettings
-from darkroom.train.distributed.ranks import ALONE, Ranks
+from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.tasks.diffusion import SIZES, Columns, Preference, Task
 
 Feed = Callable[[int], AbstractContextManager[Iterator[Columns]]]

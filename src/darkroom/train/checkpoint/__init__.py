@@ -1,1 +1,0 @@
-"""Checkpoints: their format, where they are stored, when they are saved, and how a run resumes."""

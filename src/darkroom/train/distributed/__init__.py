@@ -1,1 +1,0 @@
-"""Several processes: ranks, DDP and FSDP2, weights across ranks, and starting them."""
