@@ -112,7 +112,7 @@ def test_the_command_line_tells_it_in_json_and_in_one_line_what_is_missing(clust
 def test_actors_beside_the_work_do_not_import_torch() -> None:
     code = """
 import sys
-from darkroom.cluster import doctor, elastic, encoders, keeper, shared_store, worker
+from darkroom.cluster import connect, doctor, encoders, worker
 print(len(doctor.Probe().about(".", 0).versions), "torch" in sys.modules, "lance" in sys.modules)
 import darkroom.cluster.feed
 print("torch" in sys.modules)

@@ -199,8 +199,8 @@ if where == "half":
 elif where == "finish":
     Takedowns.finish = killed
 elif where == "removal":
-    from darkroom.data import takedowns
-    takedowns.remove_file = killed
+    from darkroom.data import sidecars
+    sidecars.remove_file = killed
 else:
     setattr(Store, where, killed)
 ids = [i for b in store.scan(["id"], filter="source = 'A'") for i in b.column("id").to_pylist()]
@@ -241,7 +241,7 @@ def test_a_killed_deletion_is_counted_once(path, of, where, gone):
 
 KILLED = """
 import os, signal, sys
-from darkroom.data import purging, store
+from darkroom.data import store
 from darkroom.data.store import Store
 def killed(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)

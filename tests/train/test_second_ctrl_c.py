@@ -18,21 +18,21 @@ import yaml
 
 import warm
 from darkroom.errors import Stopped
-from darkroom.train import checkpoint as checkpoint
+from darkroom.train import checkpoint
 from darkroom.train.checkpoint import checkpoints, load_checkpoint
 from darkroom.train.run import train
 
 STUCK = """
 import sys, time
 from darkroom.cli import main
-from darkroom.train.checkpoint import format
-write = format._write_hashed
+from darkroom.train import checkpoint
+write = checkpoint._write_hashed
 def write_until_the_second(file, chunks):
-    if format.checkpoints(file.parent.parent):
+    if checkpoint.checkpoints(file.parent.parent):
         print("writing", flush=True)
         time.sleep(600)
     return write(file, chunks)
-format._write_hashed = write_until_the_second
+checkpoint._write_hashed = write_until_the_second
 main(sys.argv[1:])
 """
 

@@ -344,7 +344,7 @@ KILLED_IN_AN_UPLOAD = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from darkroom.train.checkpoint import format as checkpoint, storage as places
+from darkroom.train import checkpoint, checkpoint_storage as places
 places.BLOCK_BYTES = 5 * 2**20
 whole = checkpoint._safetensors
 def dies(tensors):
