@@ -459,8 +459,8 @@ RECIPE_IS_ONE_ARGUMENT = {
     "train/jobs.py:TrainingSetup",
     # what is made of it at the end
     "train/exports.py:Exporter",
-    # the same run, counted instead of made
-    *("plan/ask.py:ask_recipe_object", "plan/training.py:profile_recipe"),
+    # the same run, asked of instead of made
+    "plan/ask.py:ask_recipe_object",
 }
 """Who sees a whole recipe: functions that need most of its sections, or hand it on to one that does."""
 

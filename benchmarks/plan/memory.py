@@ -214,7 +214,7 @@ def predict(content: dict[str, Any], rows: int) -> dict[str, Any]:
         spec = GenerateSpec(content["pictures"], content["size"], content["size"], precision="float32")
         held = profile_generation(spec).memory(rows)
     else:
-        held = profile_recipe(make_recipe(content), "float32", gpu=False).memory(rows)
+        held = profile_recipe(make_recipe(content).dump(), "float32", gpu=False).memory(rows)
     return {"predicted": round(sum(held.values()))} | {kind: round(size) for kind, size in held.items()}
 
 

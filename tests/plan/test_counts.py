@@ -53,7 +53,7 @@ def counted():
     recipe = make_recipe(
         {"task": "pretrain", "model": {"base": "tiny"}, "data": {"store": "no such store", "resolution": 64}}
     )
-    return profile_recipe(recipe, "float32", gpu=True)
+    return profile_recipe(recipe.dump(), "float32", gpu=True)
 
 
 def test_a_recipe_is_counted_without_store_weights_or_gpu(counted):
@@ -138,7 +138,7 @@ def test_recipes_that_differ_in_nothing_that_is_counted_share_one_count(counted)
     assert named <= {(a, b) for a in NO_EFFECT for b in NO_EFFECT[a]}
     assert {*targets.NO_EFFECT_SECTIONS} <= NO_EFFECT.keys()
     assert as_counted(other) == as_counted(plain) != plain.dump()
-    assert profile_recipe(other, "float32", gpu=True) == counted
+    assert profile_recipe(other.dump(), "float32", gpu=True) == counted
     for told in ("optim.unet_lr=1e-3", "train.ema.enabled=false", "data.encode=inline", "sample.num=3"):
         assert as_counted(make_recipe(content, [told])) != as_counted(plain)
 
@@ -260,7 +260,7 @@ def test_two_batch_sizes_tell_a_third(counted, monkeypatch):
     monkeypatch.setattr(training, "profile_of", lambda traces, _, **known: real(traces, (8, 9), **known))
     from darkroom.plan.tracing import profile_of as real
 
-    other = training.profile_recipe(recipe, "float32", gpu=True)
+    other = training.profile_recipe(recipe.dump(), "float32", gpu=True)
     assert counted.flops(8) == pytest.approx(other.flops(8), rel=1e-9)
     assert sum(counted.memory(8).values()) == pytest.approx(sum(other.memory(8).values()), rel=0.01)
     assert sum(counted.memory(8).values()) > 1.3 * sum(counted.memory(2).values())
@@ -278,7 +278,7 @@ def test_a_transformers_recipe_and_pictures_are_counted():
             "model": {"base": "tiny-dit"},
             "data": {"store": "no such store", "resolution": 64, "text": "stored"},
         }
-        return profile_recipe(make_recipe(content, overrides), "float32", gpu=True)
+        return profile_recipe(make_recipe(content, overrides).dump(), "float32", gpu=True)
 
     plain, routed = recipe(), recipe("train.routing={keep: 0.5, before: 1, after: 1}")
     assert plain.trained == plain.parameters["unet"]
@@ -303,7 +303,7 @@ def test_a_runs_own_latents_can_be_the_peak():
             "data": {"folder": "x", "resolution": 64, "encode": encode},
             "adapter": {"rank": 4},
         }
-        return profile_recipe(make_recipe(content, ()), "bf16", gpu=True)
+        return profile_recipe(make_recipe(content, ()).dump(), "bf16", gpu=True)
 
     made, inline = recipe("auto"), recipe("inline")
     encoders = profile_preparing(PrepareSpec("tiny", 64, precision="float32"))

@@ -59,7 +59,7 @@ def content(base: Path | str, photos: Path, **more: Any) -> dict[str, Any]:
 
 
 def counted(told: dict[str, Any], precision: str = "float32", *, gpu: bool = False) -> Profile:
-    return profile_recipe(make_recipe(told), precision, gpu=gpu)
+    return profile_recipe(make_recipe(told).dump(), precision, gpu=gpu)
 
 
 def weights(profile: Profile, *stages: str) -> set[float]:

@@ -178,8 +178,8 @@ def test_a_plan_counts_them_as_any_lora(base: Path, photos: Path) -> None:
     recipe = recipe_for("lora", base, photos, "adapter.init_lora_weights=eva", "train.micro_batch=1")
     plain = recipe_for("lora", base, photos, "train.micro_batch=1")
     assert (
-        profile_recipe(recipe, "float32", gpu=True).trained
-        == profile_recipe(plain, "float32", gpu=True).trained
+        profile_recipe(recipe.dump(), "float32", gpu=True).trained
+        == profile_recipe(plain.dump(), "float32", gpu=True).trained
     )
 
 

@@ -217,7 +217,7 @@ def test_a_plan_holds_what_the_run_holds(base: Path, photos: Path, tmp_path: Pat
     for kind in (None, "nf4"):
         told = f"model.base_precision={kind or 'null'}"
         recipe = recipe_for("lora", base, photos, told, "train.micro_batch=1", "train.global_batch=1")
-        profile = profile_recipe(recipe, "float32", gpu=True)
+        profile = profile_recipe(recipe.dump(), "float32", gpu=True)
         planned[kind] = max(m.bytes["weights"].fixed for m in profile.moments if m.stage == "forward")
         job = make_job(recipe, Pinned(tmp_path / str(kind)))
         parts = job.task.model.modules.values()

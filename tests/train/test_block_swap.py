@@ -333,7 +333,7 @@ def test_a_plan_holds_less_where_a_card_has_memory_of_its_own(
     planned = {}
     for over in ((), (SWAP,)):
         recipe = lora(base, photos, "train.micro_batch=1", "train.global_batch=1", *over)
-        profile = profile_recipe(recipe, "float32", gpu=True)
+        profile = profile_recipe(recipe.dump(), "float32", gpu=True)
         steps = [moment for moment in profile.moments if moment.stage in TRAIN_STAGES]
         planned[bool(over)] = replace(profile, moments=tuple(steps))  # a tiny model's peak is before them
     swap = swap_in(job_of(lora(base, photos, SWAP), tmp_path / "run"))
@@ -356,7 +356,7 @@ def test_a_plan_holds_less_where_a_card_has_memory_of_its_own(
 
 
 def test_what_copies_take_beyond_computing_is_waited_for(base: Path, photos: Path) -> None:
-    profile = profile_recipe(lora(base, photos, SWAP), "float32", gpu=True)
+    profile = profile_recipe(lora(base, photos, SWAP).dump(), "float32", gpu=True)
     slow = efficiency().with_values({("copy_bytes_s", "RTX 4090"): 1e6})
     job, card = TrainJob("lora", 10, 2, 1), cards()["RTX 4090"]
     quick, waits = (

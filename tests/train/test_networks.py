@@ -239,7 +239,7 @@ def test_plans_count_each_kind(base: Path, photos: Path) -> None:
         recipe = recipe_for(
             "lora", base, photos, f"adapter.kind={kind}", "adapter.rank=4", "train.micro_batch=1"
         )
-        profile = profile_recipe(recipe, "float32", gpu=True)
+        profile = profile_recipe(recipe.dump(), "float32", gpu=True)
         parts = add_adapters(models.load(base), recipe.adapter or AdapterSettings())
         assert profile.trained == parameter_table(parts)[0], kind
         trained[kind] = profile.trained

@@ -252,7 +252,7 @@ def test_plans_hold_each_ones_state(base: Path, photos: Path) -> None:
     held = {}
     for name in ("adamw", "came", "lion"):
         recipe = recipe_for("finetune", base, photos, f"optim.name={name}", "train.micro_batch=1")
-        profile = profile_recipe(recipe, "float32", gpu=True)
+        profile = profile_recipe(recipe.dump(), "float32", gpu=True)
         held[name] = max(moment.at(1)["optimiser"] for moment in profile.moments) / profile.trained
     assert held["lion"] == pytest.approx(4, rel=0.05)
     assert held["adamw"] == pytest.approx(8, rel=0.05)  # in the allocator's pieces

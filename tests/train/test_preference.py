@@ -75,9 +75,9 @@ def test_a_plan_and_the_largest_micro_batch_count_pairs(base: Path, pairs: Path,
     recipe = recipe_of(base, pairs, "train.micro_batch=auto", "train.global_batch=4")
     job = make_job(recipe, Pinned(tmp_path / "run"))
     assert 4 % job.step.micro_batch == 0
-    dpo = profile_recipe(recipe, "float32", gpu=True)
+    dpo = profile_recipe(recipe.dump(), "float32", gpu=True)
     lora = recipe_for("lora", base, pairs, "train.micro_batch=1")
-    plain = profile_recipe(lora, "float32", gpu=True)
+    plain = profile_recipe(lora.dump(), "float32", gpu=True)
     assert dpo.trained == plain.trained
     ratio = dpo.flops(1) / plain.flops(1)
     assert 2 < ratio < 3.5  # two pictures and their reference, whose pass has no backward

@@ -201,14 +201,8 @@ def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None =
         {**key, "settings": 13}, lambda: ask_recipe_object(*read_phase(path, overrides, phase)).settings
     )
     settings["rows"] = rows_of(settings["store"])
-
-    def count(precision: str, gpu: bool) -> Profile:
-        from darkroom.plan.training import profile_recipe
-
-        return profile_recipe(read_phase(path, overrides, phase)[0], precision, gpu=gpu)
-
     name = path.stem if phase is None else f"{path.stem}, phase {phase + 1}, {settings['resolution']} px"
-    return _asked_training(name, settings, count)
+    return _asked_training(name, settings)
 
 
 def mends_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -238,15 +232,6 @@ def ask_recipe_object(
     Raises InputError for what is not planned, RecipeError for what contradicts itself, ModelError for a base
     that is no model's name.
     """
-
-    def counted(precision: str, gpu: bool) -> Profile:
-        """The recipe's counts in a precision. Raises NotCounted where nothing may be counted."""
-        from darkroom.plan.training import profile_recipe
-
-        if not count:
-            raise NotCounted(name)
-        return profile_recipe(recipe, precision, gpu=gpu)
-
     check_planned(recipe.task, recipe.model)
     recipe.check()
     model, data, train, optim = recipe.model, recipe.data, recipe.train, recipe.optim
@@ -262,12 +247,10 @@ def ask_recipe_object(
         **of_steps(train, optim, recipe.parallel, recipe.checkpoint),
     }
     settings["rows"] = rows_of(settings["store"])
-    return _asked_training(name, settings, counted)
+    return _asked_training(name, settings, count=count)
 
 
-def _asked_training(
-    name: str, settings: dict[str, Any], count: Callable[[str, bool], Profile]
-) -> PlanRequest:
+def _asked_training(name: str, settings: dict[str, Any], *, count: bool = True) -> PlanRequest:
     folders = [configs_of(ref) for ref in (settings["base"], settings["vae"]) if ref]
     key = {"recipe": settings["recipe"], "folders": folders}
     job = TrainJob(
@@ -301,8 +284,14 @@ def _asked_training(
         return None if found is None else found + settings["class_pictures"]
 
     def profile(precision: str, gpu: bool) -> Profile:
-        known = {**key, "precision": precision, "gpu": gpu}
-        counted = cached_profile(known, lambda: count(precision, gpu))
+        def made() -> Profile:
+            from darkroom.plan.training import profile_recipe
+
+            if not count:
+                raise NotCounted(name)
+            return profile_recipe(settings["recipe"], precision, gpu=gpu)
+
+        counted = cached_profile({**key, "precision": precision, "gpu": gpu}, made)
         return counted if own_pictures() is None else counted.of_pictures(own_pictures() or 1)
 
     return PlanRequest(
@@ -316,7 +305,7 @@ def _asked_training(
             sharded=where.cluster.sharded,
         ),
         settings=settings,
-        remade=lambda changes: _asked_training(name, {**settings, **changes}, count),
+        remade=lambda changes: _asked_training(name, {**settings, **changes}, count=count),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from torch import nn
 
 from darkroom import models
@@ -33,6 +34,7 @@ from darkroom.plan.tracing import (
     unet_call,
 )
 from darkroom.prepare.columns import encode_moments
+from darkroom.recipe.recipe import Recipe
 from darkroom.recipe.sections import VAE_TASKS, AdapterSettings, AlignSettings
 from darkroom.sample.choice import pictures_a_call
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
@@ -48,7 +50,6 @@ from darkroom.train.tasks.distill import DistributionMatching
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from darkroom.recipe.recipe import Recipe
     from darkroom.recipe.sections import DataSettings, ModelSettings, TrainSettings
 
 
@@ -56,11 +57,13 @@ CPU = torch.device("cpu")
 HEAP_BYTES = 2**25  # glibc gives larger blocks back to the system
 
 
-def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
+def profile_recipe(text: str, precision: str, *, gpu: bool) -> Profile:
     """Count a recipe's step in a precision (float32, bf16, fp16), as a GPU or a CPU computes it.
 
-    Of a step that is compiled what it is compiled from is counted.
+    `text` is what the counts are kept under: the resolved recipe (`Recipe.dump`), as a rule without what they
+    do not depend on (`as_counted`). Of a step that is compiled what it is compiled from is counted.
     """
+    recipe = Recipe.model_validate(yaml.safe_load(text))
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": "none"})})
     data, side = recipe.data, recipe.data.resolution
     model = outline(recipe.task, recipe.model, recipe.objective, side)

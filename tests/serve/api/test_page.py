@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from darkroom import options
-from darkroom.serve.page import PATHS
+from darkroom.serve.api.app import PATHS
 from serve.browser import ENTER, ESCAPE
 from serve.conftest import Server
 from serve.studio import DONE, expose, reopened, sheet
@@ -287,7 +287,7 @@ def test_nothing_comes_from_elsewhere_and_nothing_is_inline(http):
             assert not re.search(r"<style|\sstyle=|\son[a-z]+=|<script>", text)
         again = http.get(path, headers={"If-None-Match": answer.headers["etag"]})
         assert again.status_code == 304
-    shipped = {one.name for one in files("darkroom.serve.page").iterdir() if one.name.split(".")[-1] != "py"}
+    shipped = {one.name for one in files("darkroom.serve").joinpath("page").iterdir()}
     assert shipped - {"__pycache__"} == {Path(name).name for name in PATHS.values()}
 
 

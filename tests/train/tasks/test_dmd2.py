@@ -176,7 +176,9 @@ def test_a_resumed_run_learns_the_same_and_is_drawn_in_few_steps(
 def test_a_plan_and_the_count_of_work_know_both_kinds_of_steps(recipe_of: MakeRecipe, base: Path) -> None:
     """The teacher's and the second score's passes are counted, at the student's steps alone."""
     often, seldom = (
-        profile_recipe(recipe(recipe_of, base, f"objective.distill.fake_updates={n}"), "float32", gpu=True)
+        profile_recipe(
+            recipe(recipe_of, base, f"objective.distill.fake_updates={n}").dump(), "float32", gpu=True
+        )
         for n in (1, 4)
     )
     assert often.trained == 2 * often.parameters["unet"] == seldom.trained

@@ -115,9 +115,9 @@ def test_a_resumed_run_learns_the_same(recipe_of: MakeRecipe, teacher: Path, tmp
 
 def test_a_plan_counts_the_teachers_passes(recipe_of: MakeRecipe, teacher: Path) -> None:
     """From the pictures alone the teacher need not decode; trained is the small one."""
-    whole = profile_recipe(recipe(recipe_of, teacher), "float32", gpu=True)
+    whole = profile_recipe(recipe(recipe_of, teacher).dump(), "float32", gpu=True)
     pictures = recipe(recipe_of, teacher, "objective.tiny_vae.target=picture")
-    half = profile_recipe(pictures, "float32", gpu=True)
+    half = profile_recipe(pictures.dump(), "float32", gpu=True)
     assert whole.trained == half.trained == whole.parameters["tiny_vae"]
     assert whole.parameters["vae"] > 0
     assert whole.flops(1) > half.flops(1) > 0
