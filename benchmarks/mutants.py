@@ -76,11 +76,11 @@ TESTS = {
         "serve/test_intake.py::test_no_place_is_held_for_a_key_that_cannot_use_it_or_never_comes",
     ],
     "models/adapters/bank.py": ["models/adapters/test_bank.py"],
-    "train/checkpoint.py": ["train/checkpoint/test_format.py", "train/checkpoint/test_saver.py"],
+    "train/checkpoint.py": ["train/test_checkpoint.py", "train/test_saver.py"],
     "train/checkpoint_storage.py": [
-        "train/checkpoint/test_storage.py",
-        "train/checkpoint/test_format.py",
-        "train/checkpoint/test_saver.py",
+        "train/test_checkpoint_storage.py",
+        "train/test_checkpoint.py",
+        "train/test_saver.py",
     ],
 }
 # Left out of these: tests that train or start a server, and of a test that is there many times over the

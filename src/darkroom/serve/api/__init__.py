@@ -1,1 +1,1 @@
-"""The HTTP API: the application, its guard, and one file for each dialect over the same jobs."""
+"""The HTTP API: the application, its guard, and the dialects over the same jobs."""

@@ -199,7 +199,7 @@ SAVES_WITHOUT_PAUSE = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_format import checkpoints, save_checkpoint, tensors
+from test_checkpoint import checkpoints, save_checkpoint, tensors
 folder = Path(sys.argv[2])
 print("ready", flush=True)
 step = max((int(path.name[5:]) for path in checkpoints(folder)), default=0)
