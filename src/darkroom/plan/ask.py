@@ -284,7 +284,10 @@ def _asked_training(name: str, settings: dict[str, Any], *, count: bool = True) 
         return None if found is None else found + settings["class_pictures"]
 
     def profile(precision: str, gpu: bool) -> Profile:
+        """The recipe's counts in a precision, from the cache or made. NotCounted where none may be made."""
+
         def made() -> Profile:
+            """Counts of the very text that they are kept under."""
             from darkroom.plan.training import profile_recipe
 
             if not count:
