@@ -60,8 +60,8 @@ HEAP_BYTES = 2**25  # glibc gives larger blocks back to the system
 def profile_recipe(dumped: str, precision: str, *, gpu: bool) -> Profile:
     """Count a recipe's step in a precision (float32, bf16, fp16), as a GPU or a CPU computes it.
 
-    `dumped` is what the counts are kept under: the resolved recipe (`Recipe.dump`), as a rule without what they
-    do not depend on (`as_counted`). Of a step that is compiled what it is compiled from is counted.
+    `dumped` is what the counts are kept under: the resolved recipe (`Recipe.dump`), as a rule without what
+    they do not depend on (`as_counted`). Of a step that is compiled what it is compiled from is counted.
     """
     recipe = Recipe.model_validate(yaml.safe_load(dumped))
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": "none"})})
