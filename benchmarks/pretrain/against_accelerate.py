@@ -6,7 +6,7 @@ Four processes, plain and darkroom in float32 and in bf16, take turns (A B C D A
 each; those that wait stand still. Same U-Net (28.6 M weights, the same start), same prepared latents and text
 in memory, batch, optimiser, gradient clipping and threads; a log line each chunk. The plain loop is what
 diffusers' training scripts do: DDPMScheduler, autocast for bf16, AdamW, a constant schedule, accelerate's
-clipping. `--ema` adds averaged weights on both sides: diffusers' EMAModel, and darkroom's.
+clipping. `--ema` adds averaged weights on both sides: diffusers' EMAModel, and darkroom's. `--compile` is darkroom's alone.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ def _job(told: dict[str, Any]) -> Any:
         "log_every": told["chunk"],
         "ema": {"enabled": told["ema"]},
         "channels_last": True if told["channels_last"] else "auto",
+        "compile": told["compile"],
         "device": "cpu",
     }
     made = content(Path(told["base"]), Path(told["store"]), **settings)
@@ -204,7 +205,7 @@ def _row(
     told: dict[str, Any], key: tuple[str, str], timings: dict[tuple[str, str], Timing], peak: int
 ) -> Any:
     plain_name, precision = next(iter(SIDES)), key[1]
-    shown = ("batch", "threads", "ema", "channels_last", "chunk", "parameters")
+    shown = ("batch", "threads", "ema", "channels_last", "compile", "chunk", "parameters")
     settings = {"precision": precision, "latents": "32x32", **{name: told[name] for name in shown}}
     widest = timings.get((plain_name, "float32"))
     if widest is not None and precision != "float32":
@@ -238,6 +239,9 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=128)
     parser.add_argument("--ema", action="store_true")
     parser.add_argument("--channels-last", action="store_true", help="darkroom with train.channels_last=true")
+    parser.add_argument(
+        "--compile", choices=("none", "blocks", "whole"), default="none", help="darkroom's train.compile"
+    )
     parser.add_argument("--out", type=Path, help="CSV that rows are added to")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="darkroom-bench-") as temporary:
@@ -250,7 +254,7 @@ def main() -> None:
             "precisions": given.precision or list(PRECISIONS),
             **{
                 name: getattr(given, name)
-                for name in ("batch", "threads", "chunk", "pictures", "ema", "channels_last")
+                for name in ("batch", "threads", "chunk", "pictures", "ema", "channels_last", "compile")
             },
         }
         rows = compare(folder, told, given.rounds)

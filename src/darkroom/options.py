@@ -184,7 +184,8 @@ def eight_bits(backend: str, precision: str, optimise: str) -> tuple[str, str]:
             mend="backend torch has --optimise int8, of large linear layers",
         )
     others = [name for name in optimise.split(",") if name not in ("none", "")]
-    return "float32", ",".join([*others, INT8])
+    named = any(name.partition(":")[0] == INT8 for name in others)
+    return "float32", ",".join(others if named else [*others, INT8])
 
 
 def check_names(backend: str, precision: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from darkroom import cli, models, options
 from darkroom.errors import DarkroomError, InputError
 from darkroom.sample import generate, open_backend
 from darkroom.sample.backends import int8
+from darkroom.sample.backends.shells import text_shell
 from darkroom.sample.likeness import likeness
+from darkroom.sample.prompts import encode_prompts
 from needs import missing
 
 SMALL = {
@@ -40,7 +43,17 @@ def test_a_small_model_in_8_bits_draws_what_it_draws(tmp_path: Path, monkeypatch
     (decoder,) = (tmp_path / "backends").glob("openvino-vae_decoder-int8-*")
     assert "FakeQuantize" in (decoder / "model.xml").read_text()
     assert json.loads((decoder / int8.REPORT).read_text())["quality"]["psnr_db"] > int8.LEAST_DECODER_DB
-    assert any("the VAE's decoder, " in line for line in told)
+    assert any("the VAE's decoder in 8 bits" in line for line in told)
+    (text,) = (tmp_path / "backends").glob("openvino-text_encoder-int8-*")
+    assert "FakeQuantize" in (text / "model.xml").read_text()
+    assert opened.model is not None
+    assert opened.model.text_encoders[0] is not model.text_encoders[0]
+    states, as_before, other_words = (
+        encode_prompts(one, [prompt], (64, 64))[0][0].text_LD
+        for one, prompt in ((opened.model, "two dogs"), (model, "two dogs"), (model, "a red circle"))
+    )
+    assert 0 < (states - as_before).norm() < 0.2 * (other_words - as_before).norm()
+    assert sum("calibration picture" in line for line in told) == 2  # drawn once for all parts
     assert "FakeQuantize" in (made / "model.xml").read_text()
     about = json.loads((made / int8.REPORT).read_text())
     assert about["quality"]["psnr_db"] > 30
@@ -55,6 +68,36 @@ def test_a_small_model_in_8_bits_draws_what_it_draws(tmp_path: Path, monkeypatch
     again: list[str] = []
     open_backend("openvino", model, optimise="int8", notice=again.append)
     assert [line for line in again if "quantis" in line] == []
+
+
+@pytest.mark.parametrize("family", ["tiny", "sdxl"])
+def test_a_text_encoder_whose_layers_run_elsewhere_says_the_same(
+    family: str, tiny: models.Model, small_xl: models.Model
+) -> None:
+    """All that is read of it: last states, skipped layers, SDXL's pooled text. Control: other states."""
+    model = {"tiny": tiny, "sdxl": small_xl}[family]
+
+    def changes(moved: int, skip: int | None) -> list[torch.Tensor]:
+        runs = []
+        for encoder in model.text_encoders:
+            shell = text_shell("text_encoder", encoder)
+            runs.append(lambda given, shell=shell: shell.module(given["embedded"]).roll(moved, -1))
+        encoders = [int8.with_layers(*pair) for pair in zip(model.text_encoders, runs, strict=True)]
+        other = replace(model, text_encoders=encoders)
+        found, plain = (
+            encode_prompts(one, ["a red circle", "two dogs"], (64, 64), clip_skip=skip)[0]
+            for one in (other, model)
+        )
+        pairs = [(a.text_LD, b.text_LD) for a, b in zip(found, plain, strict=True)]
+        pairs += [
+            (a.added[name], b.added[name]) for a, b in zip(found, plain, strict=True) for name in a.added
+        ]
+        return [(a - b).abs().max() for a, b in pairs]
+
+    for skip in (None, 1):
+        with torch.no_grad():
+            assert max(changes(0, skip)) < 1e-4
+            assert max(changes(1, skip)) > 1e-2
 
 
 def test_layers_that_8_bits_change_most_are_found_by_measuring() -> None:
@@ -102,9 +145,15 @@ def test_a_decoder_is_calibrated_on_what_it_is_given() -> None:
     model = models.create("tiny", seed=1, overrides=SMALL)
     model.vae.register_to_config(scaling_factor=0.5)  # type: ignore[union-attr]
     calibration = int8.Calibration(prompts=("a", "b"), steps=2)
-    latents = int8.latents_of(model, unet_call(model.unet), calibration, lambda _: None)
-    assert len(latents) == 2 * 2 + 1
-    assert not torch.equal(latents[3], latents[4])
+    opened: list[str] = []
+    pictures = int8.CalibrationPictures(
+        model, lambda: opened.append("unet") or unet_call(model.unet), calibration, lambda _: None
+    )
+    latents = pictures.latents
+    assert len(latents) == 2 * 2
+    assert len(pictures.inputs) == 2 * 2
+    assert not torch.equal(latents[3], pictures.unseen[-1])
+    assert opened == ["unet"]
     seen: list[torch.Tensor] = []
 
     def decoder(given: torch.Tensor) -> torch.Tensor:
@@ -130,3 +179,20 @@ def test_int8_is_openvinos(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["generate", "tiny", "a dog", "--precision", "int8"])
     assert left.value.code == 2
     assert "allowed: backend openvino" in capsys.readouterr().err
+
+
+def test_prompts_of_a_file_calibrate(tmp_path: Path) -> None:
+    """Named behind int8; other prompts make another export."""
+    file = tmp_path / "prompts.txt"
+    file.write_text('# mine\na teapot\n\n--prompt "a dog in the snow" --steps 4\n')
+    taken = int8.Calibration.of(str(file))
+    assert taken.prompts == ("a teapot", "a dog in the snow")
+    assert taken.digest != int8.Calibration().digest
+    assert int8.Calibration.of("").digest == int8.Calibration().digest
+    assert options.eight_bits("openvino", "int8", f"int8:{file}") == ("float32", f"int8:{file}")
+    assert options.eight_bits("openvino", "int8", "bf16") == ("float32", "bf16,int8")
+    file.write_text("# none\n")
+    with pytest.raises(InputError, match="has 0 prompts"):
+        int8.Calibration.of(str(file))
+    with pytest.raises(InputError, match="cannot be read"):
+        int8.Calibration.of(str(tmp_path / "missing.txt"))

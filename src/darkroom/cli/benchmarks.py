@@ -217,6 +217,9 @@ def bench_backends(
     rows: Annotated[int, typer.Option(min=1, help="rows of a U-Net call")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="U-Net calls measured of each")] = 5,
     pictures: Annotated[int, typer.Option(min=0, help="whole pictures of each; 0 for none")] = 1,
+    guidance: Annotated[
+        float, typer.Option(min=0, help="of the whole picture; 1, as few-step models take, is off")
+    ] = 7.5,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -239,6 +242,7 @@ def bench_backends(
         rows=rows,
         repeats=repeats,
         pictures=pictures,
+        guidance=guidance,
         say=lambda text: print(text, file=sys.stderr),
     )
     _measured(rows_measured, out, as_json)

@@ -50,6 +50,7 @@ CASES = {
 DEFAULT_CASES = (PLAIN, "torch bf16", "onnx float32", "openvino bf16")
 PROMPT = "a photo of an astronaut riding a horse"
 GUIDANCE, SOLVER = 7.5, "ddim"
+"""Guidance of 1, as distilled models are drawn with, calls the U-Net with one row a picture."""
 SLOW_CALL_S = 0.5
 """A U-Net call so long that the loop's overhead is small whatever is measured: one short loop then does."""
 
@@ -80,17 +81,19 @@ def bench_backends(
     rows: int = 1,
     repeats: int = 5,
     pictures: int = 1,
+    guidance: float = GUIDANCE,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Measurement]:
     """Rows for a float32 model: a U-Net call of `rows` rows `repeats` times, `pictures` pictures of `steps`
-    steps with guidance end to end, in turns with diffusers' pipeline, and the loop's overhead (over one loop
-    of two steps where a call takes long). They come table by table, so that what was measured can be kept.
+    steps with `guidance` end to end, in turns with diffusers' pipeline, and the loop's overhead (over one
+    loop of two steps where a call takes long). They come table by table, so that what was measured can be
+    kept.
 
     A first call of each is left out and its seconds stand in `warmup_s`; exports and compiles stand in the
     settings. A case that cannot be opened here is a row that says why.
     """
     _check(model, cases, repeats, pictures)
-    return _tables(model, cases, size, (steps, rows, repeats, pictures), say)
+    return _tables(model, cases, size, (steps, rows, repeats, pictures), guidance, say)
 
 
 def _tables(
@@ -98,6 +101,7 @@ def _tables(
     cases: Sequence[str],
     size: tuple[int, int] | None,
     counts: tuple[int, int, int, int],
+    guidance: float,
     say: Callable[[str], None],
 ) -> Iterator[Measurement]:
     steps, rows, repeats, pictures = counts
@@ -117,7 +121,7 @@ def _tables(
     yield from calls
     if pictures:
         say(f"backends: pictures of {steps} steps")
-        case_settings = {**settings, "steps": steps, "guidance": GUIDANCE, "solver": SOLVER}
+        case_settings = {**settings, "steps": steps, "guidance": guidance, "solver": SOLVER}
         yield from _picture_rows(model, ready, (wide, high), steps, pictures, case_settings)
     say("backends: the loop around the U-Net")
     if (calls[0].median_s or 0) > SLOW_CALL_S:
@@ -238,14 +242,14 @@ def _picture_rows(
 ) -> list[Measurement]:
     pipeline = _pipeline(model)
     drawn: dict[str, Image.Image] = {}
-    asked: dict[str, Any] = {"size": size, "guidance": GUIDANCE, "solver": SOLVER}
+    asked: dict[str, Any] = {"size": size, "guidance": settings["guidance"], "solver": SOLVER}
 
     def theirs(steps: int = steps) -> None:
         """Draw with diffusers' own pipeline and keep the picture."""
         made = pipeline(
             PROMPT,
             num_inference_steps=steps,
-            guidance_scale=GUIDANCE,
+            guidance_scale=settings["guidance"],
             width=size[0],
             height=size[1],
             generator=torch.Generator().manual_seed(0),

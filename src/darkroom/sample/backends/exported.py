@@ -26,12 +26,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from darkroom.errors import DarkroomError, InputError, MissingExtra, is_disk_full
+from darkroom.hardware.memory import PeakMemory
 from darkroom.hardware.system import atomic_replace, lock_file, remove_tree
 from darkroom.models.adapters.bank import ROWS
 from darkroom.models.folder import identity
 from darkroom.sample.backends import int8
 from darkroom.sample.backends.backend import Backend, Decode
-from darkroom.sample.backends.shells import Shell, decoder_shell, look_alike, unet_shell
+from darkroom.sample.backends.shells import (
+    Shell,
+    decoder_shell,
+    look_alike,
+    text_layers,
+    text_shell,
+    unet_shell,
+)
 from darkroom.sample.denoise import Unet, unet_call
 from darkroom.sample.pictures import decode
 
@@ -228,14 +236,15 @@ def open_exported(
 ) -> Backend:
     """A model's U-Net and VAE decoder in an engine, exported first where the cache has them not yet.
 
-    The text encoders (under 1 % of a picture's work) and the VAE's encoder stay with torch, also where the
-    others are in 8 bits.
+    The VAE's encoder stays with torch, and so do the text encoders (under 1 % of the work of a picture in 20
+    steps) but where all is in 8 bits.
     """
     from darkroom.sample import optimisations
 
     # What `auto` would take is the engine's own business.
     choices = optimisations.parse(optimise)
-    in_8_bits = any(choice.name == "int8" for choice in choices) and engine_of.quantises
+    int8_prompts = next((choice.argument for choice in choices if choice.name == "int8"), None)
+    in_8_bits = int8_prompts is not None and engine_of.quantises
     left_out = {optimisations.AUTO, *(["int8"] if in_8_bits else [])}
     named = [str(choice) for choice in choices if choice.name not in left_out]
     applied = optimisations.optimise(model, named)
@@ -251,15 +260,21 @@ def open_exported(
     model = applied.model
     _refuse_bank(model.unet, engine.name)
     times_s: dict[str, float] = {}
-    run_unet = _opened(engine, model.unet, unet_shell, notice, times_s)
+
+    def opened_unet() -> Run:
+        return _opened(engine, model.unet, unet_shell, notice, times_s)
+
     run_decoder = None
     if applied.tiny_vae is None:
         run_decoder = _opened(engine, model.vae, decoder_shell, notice, times_s)
-    if in_8_bits:
-        plain = run_unet
-        run_unet = _in_8_bits(engine, model, plain, notice, times_s)
+    if int8_prompts is not None and in_8_bits:
+        quantiser = _Quantiser(engine, model, opened_unet, int8.Calibration.of(int8_prompts), notice, times_s)
+        run_unet = quantiser.unet()
         if run_decoder is not None:
-            run_decoder = _decoder_in_8_bits(engine, model, plain, run_decoder, notice, times_s)
+            run_decoder = quantiser.decoder(run_decoder)
+        model = replace(model, text_encoders=quantiser.text_encoders())
+    else:
+        run_unet = opened_unet()
     return Backend(
         engine.name,
         _unet_of(run_unet),
@@ -325,99 +340,145 @@ def _key(engine: ExportEngine, shell: Shell, module: Any) -> CacheKey:
     )
 
 
-def _in_8_bits(
-    engine: ExportEngine, model: Model, plain: Run, notice: Callable[[str], None], times_s: dict[str, float]
-) -> Run:
-    """The U-Net in 8 bits, calibrated with the float32 one and compared with it."""
-    calibration = int8.Calibration()
-    shell = unet_shell(model.unet)
-    whole = _key(engine, shell, model.unet)
-    versions = (*whole.versions, *(_version(name) for name in ("nncf",)))
-    text = identity(*model.text_encoders)[:16]
-    key = replace(
-        whole, precision=f"int8-{calibration.digest}-{text}", versions=versions, form=_int8_form(whole.form)
-    )
+class _Quantiser:
+    """A model's exported parts in 8 bits, calibrated with the float32 U-Net and compared with float32.
 
-    def make(folder: Path) -> None:
-        """Quantise the exported U-Net into a folder and write its report next to the files."""
-        start = time.perf_counter()
-        notice("the U-Net is quantised to 8 bits, once: this takes minutes for a large one")
-        samples = int8.inputs_of(model, _unet_of(plain), calibration, notice)
-        torchs = unet_call(model.unet)
-        few = samples[:: max(1, len(samples) // 4)]
-        notice("int8: measuring each layer")
-        kept = int8.sensitive_layers(model.unet, few, lambda one: _called(torchs, one))  # type: ignore[arg-type]
-        notice("int8: quantising")
-        engine.quantise(exported(whole, _never), folder, samples, kept)
-        times_s["quantise unet"] = time.perf_counter() - start
-        small = engine.load(folder, shell)
-        found = int8.quality(model, _unet_of(plain), _unet_of(small), calibration)
-        int8.refuse_broken(found)
-        int8.write_report(folder, found, kept, calibration)
-
-    folder = exported(key, make)
-    start = time.perf_counter()
-    run = engine.load(folder, shell)
-    times_s["load int8 unet"] = time.perf_counter() - start
-    about = int8.read_report(folder)
-    notice(int8.summary(about["quality"], about["float_layers"]))
-    return run
-
-
-def _decoder_in_8_bits(
-    engine: ExportEngine,
-    model: Model,
-    unet: Run,
-    plain: Run,
-    notice: Callable[[str], None],
-    times_s: dict[str, float],
-) -> Run:
-    """The VAE's decoder in 8 bits, calibrated with what the float32 U-Net draws; in float where that would
-    harm its pictures.
+    Calibration's pictures are drawn once, and only where a part is not in the cache yet.
     """
-    calibration = int8.Calibration()
-    vae: Any = model.vae
-    shell = decoder_shell(vae)
-    whole = _key(engine, shell, vae)
-    versions = (*whole.versions, _version("nncf"))
-    drawn_by = identity(model.unet, *model.text_encoders)[:16]  # type: ignore[arg-type]
-    precision = f"int8-{calibration.digest}-{drawn_by}"
-    key = replace(whole, precision=precision, versions=versions, form=_int8_form(whole.form))
 
-    def make(folder: Path) -> None:
-        """Quantise the decoder into a folder."""
+    def __init__(
+        self,
+        engine: ExportEngine,
+        model: Model,
+        open_unet: Callable[[], Run],
+        calibration: int8.Calibration,
+        notice: Callable[[str], None],
+        times_s: dict[str, float],
+    ) -> None:
+        self._engine, self._model, self._notice, self._times_s = engine, model, notice, times_s
+        self._calibration = calibration
+        self._pictures = int8.CalibrationPictures(
+            model, lambda: _unet_of(open_unet()), self._calibration, notice
+        )
+        self._text = identity(*model.text_encoders)[:16]
+
+    def unet(self) -> Run:
+        """The U-Net; DarkroomError where 8 bits break its pictures."""
+        module: Any = self._model.unet
+        shell = unet_shell(module)
+
+        def compare(small: Run) -> dict[str, Any]:
+            found = int8.quality(self._model, self._pictures, _unet_of(small))
+            int8.refuse_broken(found)
+            return found
+
+        run, about = self._part(
+            shell,
+            module,
+            self._text,
+            lambda: self._pictures.inputs,
+            lambda one: _called(unet_call(module), one),
+            compare,
+        )
+        self._notice(int8.summary(about["quality"], about["float_layers"]))
+        return run
+
+    def decoder(self, plain: Run) -> Run:
+        """The VAE's decoder; `plain` where 8 bits would harm its pictures."""
+        vae: Any = self._model.vae
+        shell = decoder_shell(vae)
+
+        def compare(small: Run) -> dict[str, Any]:
+            (unseen,) = int8.decoder_inputs(vae, [self._pictures.unseen[-1]])
+            return int8.decoder_quality(small(dict(unseen)), plain(dict(unseen)))
+
+        run, about = self._part(
+            shell,
+            vae,
+            identity(self._model.unet, *self._model.text_encoders)[:16],  # type: ignore[arg-type]
+            lambda: int8.decoder_inputs(vae, self._pictures.latents),
+            lambda one: shell.module(one["latents"]),
+            compare,
+        )
+        return plain if self._stays(shell.part, about, int8.harms(about["quality"]), "psnr_db") else run
+
+    def text_encoders(self) -> list[Any]:
+        """Look-alikes of the text encoders; those that 8 bits would change too much as they are."""
+        return [self._text_encoder(i) for i in range(len(self._model.text_encoders))]
+
+    def _text_encoder(self, number: int) -> Any:
+        encoder: Any = self._model.text_encoders[number]
+        if not text_layers(encoder):
+            return encoder
+        shell = text_shell("text_encoder" if not number else f"text_encoder_{number + 1}", encoder)
+
+        def compare(small: Run) -> dict[str, Any]:
+            (unseen,) = int8.embedded_prompts(self._model, number, [int8.UNSEEN_PROMPT])
+            return int8.text_quality(small(dict(unseen)), shell.module(unseen["embedded"]))
+
+        run, about = self._part(
+            shell,
+            encoder,
+            hashlib.sha256("\n".join(int8.TEXTS).encode()).hexdigest()[:8],
+            lambda: int8.embedded_prompts(self._model, number, [*int8.TEXTS, *self._calibration.prompts]),
+            lambda one: shell.module(one["embedded"]),
+            compare,
+        )
+        harmed = int8.harms_text(about["quality"])
+        return encoder if self._stays(shell.part, about, harmed, "db") else int8.with_layers(encoder, run)
+
+    def _stays(self, part: str, about: dict[str, Any], harmed: bool, measure: str) -> bool:
+        """Whether a part stays in float, logged either way."""
+        kept, found = len(about["float_layers"]), about["quality"][measure]
+        what = "stays in float" if harmed else f"in 8 bits, {kept} layers in float"
+        self._notice(f"int8: {_part_name(part)} {what} ({found:.1f} dB against float32)")
+        return harmed
+
+    def _part(
+        self,
+        shell: Shell,
+        module: Any,
+        drawn_by: str,
+        samples_of: Callable[[], Sequence[int8.Inputs]],
+        call: Callable[[int8.Inputs], Any],
+        compare: Callable[[Run], dict[str, Any]],
+    ) -> tuple[Run, dict[str, Any]]:
+        """An exported part in 8 bits, from the cache or made now, and the report of its quality."""
+        engine, part = self._engine, shell.part
+        whole = _key(engine, shell, module)
+        precision = f"int8-{self._calibration.digest}-{drawn_by}"
+        versions = (*whole.versions, _version("nncf"))
+        key = replace(whole, precision=precision, versions=versions, form=_int8_form(whole.form))
+
+        def make(folder: Path) -> None:
+            """Quantise the exported part into a folder and write its report next to the files."""
+            start = time.perf_counter()
+            patience = ": this takes minutes for a large one" if part == "unet" else ""
+            self._notice(f"{_part_name(part)} is quantised to 8 bits, once{patience}")
+            samples = samples_of()
+            self._notice(f"int8: measuring each layer of {_part_name(part)}")
+            kept = int8.sensitive_layers(shell.module, samples[:: max(1, len(samples) // 4)], call)
+            self._notice(f"int8: quantising {_part_name(part)}")
+            peak = PeakMemory("cpu")
+            plain = exported(whole, lambda folder: engine.export(shell, folder))
+            engine.quantise(plain, folder, samples, kept)
+            seconds = time.perf_counter() - start
+            self._times_s[f"quantise {part}"] = seconds
+            self._notice(
+                f"int8: {_part_name(part)} took {seconds:.0f} s, {peak.bytes() / 1e9:.1f} GB resident at most"
+            )
+            int8.write_report(folder, compare(engine.load(folder, shell)), kept, self._calibration)
+
+        folder = exported(key, make)
         start = time.perf_counter()
-        notice("the VAE's decoder is quantised to 8 bits, once")
-        latents = int8.latents_of(model, _unet_of(unet), calibration, notice)
-        *samples, unseen = int8.decoder_inputs(vae, latents)
-        kept = int8.sensitive_layers(shell.module, samples, lambda one: shell.module(one["latents"]))
-        engine.quantise(exported(whole, _never), folder, samples, kept)
-        times_s["quantise vae_decoder"] = time.perf_counter() - start
-        small = engine.load(folder, shell)
-        found = int8.decoder_quality(small(dict(unseen)), plain(dict(unseen)))
-        int8.write_report(folder, found, kept, calibration)
-
-    folder = exported(key, make)
-    about = int8.read_report(folder)
-    found = about["quality"]
-    if int8.harms(found):
-        notice(f"int8: the VAE's decoder stays in float ({found['psnr_db']:.1f} dB against float32)")
-        return plain
-    start = time.perf_counter()
-    run = engine.load(folder, shell)
-    times_s["load int8 vae_decoder"] = time.perf_counter() - start
-    kept = len(about["float_layers"])
-    notice(f"int8: the VAE's decoder, {found['psnr_db']:.1f} dB against float32; {kept} layers stay in float")
-    return run
+        run = engine.load(folder, shell)
+        self._times_s[f"load int8 {part}"] = time.perf_counter() - start
+        return run, int8.read_report(folder)
 
 
 def _int8_form(form: int) -> int:
     """How 8-bit exports are made; a change in `int8` that makes other files adds one."""
     return 100 * form + 1
-
-
-def _never(folder: Path) -> None:
-    raise AssertionError(f"'{folder}' was exported a moment ago")
 
 
 def _called(unet: Unet, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -433,7 +494,8 @@ def _version(package: str) -> tuple[str, str]:
 
 
 def _part_name(part: str) -> str:
-    return {"unet": "the U-Net", "vae_decoder": "the VAE's decoder"}[part]
+    names = {"unet": "the U-Net", "vae_decoder": "the VAE's decoder", "text_encoder": "the text encoder"}
+    return names.get(part, "the second text encoder")
 
 
 def _size(shell: Shell, engine: ExportEngine) -> str:
@@ -456,7 +518,8 @@ def _in_precision(module: Any, dtype: torch.dtype) -> Any:
 
 
 def _config_digest(module: Any) -> str:
-    config = {name: value for name, value in module.config.items() if not name.startswith("_")}
+    settings = module.config.to_dict() if hasattr(module.config, "to_dict") else module.config
+    config = {name: value for name, value in settings.items() if not name.startswith("_")}
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -1,5 +1,5 @@
-"""A U-Net and a VAE's decoder in 8 bits for OpenVINO, weights and activations, by NNCF's post-training
-quantisation.
+"""U-Net, text encoders and the VAE's decoder in 8 bits for OpenVINO, weights and activations, by NNCF's
+post-training quantisation.
 
 Calibrated on what the U-Net is given while it draws prompts, at all timesteps. Layers that lose most by
 8 bits, each measured for itself, stay in float; NNCF keeps attention's softmax there and smooths activations
@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,13 @@ from torch import nn
 from darkroom.errors import DarkroomError, MissingExtra
 from darkroom.hardware.system import write_atomically
 from darkroom.models.model import LatentScaling
+from darkroom.sample.backends.shells import look_alike, text_layers
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Row, Unet, denoise
 from darkroom.sample.likeness import levels, psnr, ssim
 from darkroom.sample.pictures import decode
-from darkroom.sample.prompts import encode_prompts
+from darkroom.sample.prompt_files import read_prompts
+from darkroom.sample.prompts import encode_prompts, part_tokens
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -41,11 +44,30 @@ PROMPTS = (
     "a portrait of an old man with a beard, oil painting",
     "a house by the sea at night",
 )
+TEXTS = (
+    "",
+    "a",
+    "photograph of a busy market street in the rain, umbrellas, neon signs, 35 mm",
+    "logo, flat design, white background",
+    "portrait of a young woman with freckles, soft light, highly detailed, sharp focus, 8k",
+    "an isometric drawing of a small island with a lighthouse",
+    "blurry, low quality, watermark, text",
+    "three bowls of noodles on a wooden table, seen from above",
+    "mountains at dawn, mist, in the style of a Japanese woodblock print",
+    "a yellow square on a green background",
+    "the word OPEN on a shop's door",
+    "a robot plays chess with an elephant; both wear hats, 1920s film, black and white",
+)
+"""What text encoders are calibrated with besides the prompts: few would leave ranges unseen."""
 REPORT = "quality.json"
 LEAST_PSNR_DB, LEAST_STD = 12.0, 2.0
 """Below these final pictures have little in common with float32's, or are of one colour."""
 LEAST_DECODER_DB = 28.0
 """A decoder whose picture of the same latents is further from float32's stays in float."""
+LEAST_TEXT_DB = 20.0
+"""A text encoder whose last layers' states are changed by more than a hundredth stays in float."""
+UNSEEN_PROMPT = "two cats asleep on a green sofa, seen from above"
+"""What text encoders are compared on: calibration has other prompts."""
 LATENTS = 4
 """Of a calibration picture's last steps, whose predicted pictures the decoder is calibrated with."""
 MOST_FLOAT = 0.1
@@ -63,6 +85,13 @@ class Calibration:
     guidance: float = 7.5
     seed: int = 0
     smooth: float = 0.95
+
+    @classmethod
+    def of(cls, file: str) -> Calibration:
+        """With the prompts of a file, as `--prompts` reads it; with the shipped ones where none is named."""
+        if not file:
+            return cls()
+        return cls(prompts=tuple(str(line["prompt"]) for line in read_prompts(file)))
 
     @property
     def digest(self) -> str:
@@ -107,21 +136,60 @@ def draw(model: Model, unet: Unet, calibration: Calibration, prompt: str) -> lis
     return [state.x0_BCHW[0] for state in denoise(unet, [row])]
 
 
-def inputs_of(
-    model: Model, unet: Unet, calibration: Calibration, notice: Callable[[str], None]
-) -> list[Inputs]:
-    """What the U-Net is given while it draws the calibration's prompts."""
-    found: list[Inputs] = []
+class CalibrationPictures:
+    """What a U-Net is given while it draws the calibration's prompts, and what they come to.
 
-    def call(x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: Inputs) -> torch.Tensor:
-        given = {"x": x, "t": t, "text": text, **added}
-        found.append({name: value.detach().float().clone() for name, value in given.items()})
-        return unet(x, t, text, added)
+    Drawn once, when first asked for. The float32 U-Net is opened for that alone: held while its successor is
+    made, it would cost as much memory again.
+    """
 
-    for i, prompt in enumerate(calibration.prompts, start=1):
-        notice(f"int8: calibration picture {i} of {len(calibration.prompts)}, {calibration.steps} steps")
-        draw(model, call, calibration, prompt)
-    return found
+    def __init__(
+        self,
+        model: Model,
+        open_unet: Callable[[], Unet],
+        calibration: Calibration,
+        notice: Callable[[str], None],
+    ) -> None:
+        self._model, self._open_unet = model, open_unet
+        self._calibration, self._notice = calibration, notice
+
+    @cached_property
+    def _drawn(self) -> tuple[list[Inputs], list[torch.Tensor], list[torch.Tensor]]:
+        unet = self._open_unet()
+        inputs: list[Inputs] = []
+        latents: list[torch.Tensor] = []
+
+        def call(x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: Inputs) -> torch.Tensor:
+            given = {"x": x, "t": t, "text": text, **added}
+            inputs.append({name: value.detach().float().clone() for name, value in given.items()})
+            return unet(x, t, text, added)
+
+        prompts, steps = self._calibration.prompts, self._calibration.steps
+        for i, prompt in enumerate(prompts, start=1):
+            self._notice(f"int8: calibration picture {i} of {len(prompts)}, {steps} steps")
+            latents += draw(self._model, call, self._calibration, prompt)[-LATENTS:]
+        self._notice("int8: a picture to compare with")
+        return inputs, latents, self.draw_unseen(unet)
+
+    @property
+    def inputs(self) -> list[Inputs]:
+        """The U-Net's, of all calls."""
+        return self._drawn[0]
+
+    @property
+    def latents(self) -> list[torch.Tensor]:
+        """Predicted [C, h, w] of each prompt's last steps."""
+        return self._drawn[1]
+
+    @property
+    def unseen(self) -> list[torch.Tensor]:
+        """Latents predicted at each step of a picture that is not among the others."""
+        return self._drawn[2]
+
+    def draw_unseen(self, unet: Unet) -> list[torch.Tensor]:
+        """That picture with a U-Net: the last prompt's with another seed."""
+        other = replace(self._calibration, seed=self._calibration.seed + 1)
+        return draw(self._model, unet, other, self._calibration.prompts[-1])
 
 
 # ---- what stays in float
@@ -206,18 +274,15 @@ def quantise(float_model: Any, samples: Sequence[Inputs], kept: Sequence[str], s
 # ---- what it costs
 
 
-def quality(model: Model, plain: Unet, small: Unet, calibration: Calibration) -> dict[str, Any]:
+def quality(model: Model, pictures: CalibrationPictures, small: Unet) -> dict[str, Any]:
     """PSNR of the predicted picture's latents after each step, and of the final pictures PSNR and SSIM.
 
-    Of a prompt that calibration did not see where there are several, with another seed.
+    Of a picture that calibration did not see.
     """
-    other = replace(calibration, seed=calibration.seed + 1)
-    prompt = calibration.prompts[-1]
-    ours, theirs = draw(model, small, other, prompt), draw(model, plain, other, prompt)
+    ours, theirs = pictures.draw_unseen(small), pictures.unseen
     by_step = [_psnr(one, reference) for one, reference in zip(ours, theirs, strict=True)]
     assert model.vae is not None
-    pictures = [decode(model.vae, torch.stack([one[-1]]))[0] for one in (ours, theirs)]
-    drawn, reference = map(levels, pictures)
+    drawn, reference = (levels(decode(model.vae, torch.stack([one[-1]]))[0]) for one in (ours, theirs))
     return {
         "psnr_db_by_step": [round(value, 2) for value in by_step],
         "psnr_db": round(psnr(drawn, reference), 2),
@@ -229,20 +294,6 @@ def quality(model: Model, plain: Unet, small: Unet, calibration: Calibration) ->
 
 
 # ---- the VAE's decoder
-
-
-def latents_of(
-    model: Model, unet: Unet, calibration: Calibration, notice: Callable[[str], None]
-) -> list[torch.Tensor]:
-    """The latents [C, h, w] that the prompts come to in their last steps, and as the last one the end of a
-    picture that calibration does not see.
-    """
-    found: list[torch.Tensor] = []
-    for i, prompt in enumerate(calibration.prompts, start=1):
-        notice(f"int8: calibration picture {i} of {len(calibration.prompts)} for the VAE's decoder")
-        found += draw(model, unet, calibration, prompt)[-LATENTS:]
-    unseen = replace(calibration, seed=calibration.seed + 1)
-    return [*found, draw(model, unet, unseen, calibration.prompts[-1])[-1]]
 
 
 def decoder_inputs(vae: Any, latents: Sequence[torch.Tensor]) -> list[Inputs]:
@@ -270,6 +321,59 @@ def harms(found: dict[str, Any]) -> bool:
     """Whether 8 bits cost a decoder more than can be unseen: its errors come on top of the U-Net's."""
     black = found["std"] < LEAST_STD <= found["std_float32"]
     return not found["finite"] or black or found["psnr_db"] < LEAST_DECODER_DB
+
+
+# ---- text encoders
+
+
+def embedded_prompts(model: Model, part: int, prompts: Sequence[str]) -> list[Inputs]:
+    """What the layers of a model's text encoder are given of prompts, [1, L, D] each."""
+    encoder = model.text_encoders[part]
+    found: list[Inputs] = []
+
+    def note(layer: nn.Module, given: tuple[Any, ...]) -> None:
+        found.append({"embedded": given[0].detach().float().contiguous()})
+
+    handle = text_layers(encoder)[0].register_forward_pre_hook(note)
+    try:
+        for prompt in prompts:
+            encoder(part_tokens(model, prompt, "none", 1)[part][0])
+    finally:
+        handle.remove()
+    return found
+
+
+def with_layers(encoder: nn.Module, run: Callable[[Inputs], torch.Tensor]) -> Any:
+    """A look-alike of a text encoder whose layers' work is done by `run`: the first one calls it for all."""
+    same = look_alike(encoder)
+    states: list[torch.Tensor] = []
+
+    def first(embedded_BLD: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        states[:] = run({"embedded": embedded_BLD.detach().float().contiguous()}).unbind(1)
+        return states[0]
+
+    def later(number: int) -> Callable[..., torch.Tensor]:
+        return lambda *_, **__: states[number]
+
+    for i, layer in enumerate(text_layers(same)):
+        layer.forward = later(i) if i else first  # type: ignore[assignment]
+    return same
+
+
+def text_quality(small: torch.Tensor, plain: torch.Tensor) -> dict[str, Any]:
+    """How far states [1, N, L, D] in 8 bits are from float32's after each layer, in dB below their size."""
+    errors, sizes = ((small - plain)[0].square().mean((1, 2)), plain[0].square().mean((1, 2)))
+    by_layer = (10 * torch.log10(sizes / errors.clamp(min=1e-20))).tolist()
+    return {
+        "db_by_layer": [round(value, 2) for value in by_layer],
+        "db": round(min(by_layer[-2:]), 2),
+        "finite": bool(torch.isfinite(small).all()),
+    }
+
+
+def harms_text(found: dict[str, Any]) -> bool:
+    """Whether 8 bits change a text encoder's last layers, the ones that are listened to, too much."""
+    return not found["finite"] or found["db"] < LEAST_TEXT_DB
 
 
 def _psnr(one: torch.Tensor, reference: torch.Tensor) -> float:

@@ -1,12 +1,12 @@
 """Modules as exporters want them: tensors in, one tensor out, with examples and names for each.
 
-Shapes: B rows, C H W latents, L tokens, D text width, P pooled width.
+Shapes: B rows, C H W latents, L tokens, D text width, P pooled width, N layers.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +27,8 @@ class Shell:
     module: nn.Module
     inputs: dict[str, torch.Tensor]
     open_axes: dict[str, tuple[int, ...]]
-    out_channels: int
-    out_scale: int = 1
-    """How many times longer the output's sides are than those of the first input."""
-
-    def out_shape(self, first_BCHW: torch.Tensor) -> tuple[int, int, int, int]:
-        """The output's shape for a first input."""
-        rows, _, height, width = first_BCHW.shape
-        return rows, self.out_channels, height * self.out_scale, width * self.out_scale
+    out_shape: Callable[[torch.Tensor], tuple[int, ...]]
+    """The output's shape for a first input."""
 
     def check(self, names: Iterable[str]) -> None:
         """InputError for an input that the module was not exported with."""
@@ -49,6 +43,16 @@ class Shell:
             name + "x".join("?" if i in self.open_axes[name] else str(n) for i, n in enumerate(value.shape))
             for name, value in self.inputs.items()
         )
+
+
+def _picture_shape(channels: int, scale: int = 1) -> Callable[[torch.Tensor], tuple[int, ...]]:
+    """So many channels, on sides `scale` times as long as those of the first input."""
+
+    def shape(first_BCHW: torch.Tensor) -> tuple[int, ...]:
+        rows, _, height, width = first_BCHW.shape
+        return rows, channels, height * scale, width * scale
+
+    return shape
 
 
 class UnetShell(nn.Module):
@@ -110,7 +114,8 @@ def unet_shell(unet: Any) -> Shell:
         inputs[name] = torch.zeros(rows, size)
         open_axes[name] = (0,)
     added = tuple(name for name in inputs if name not in ("x", "t", "text"))
-    return Shell("unet", UnetShell(unet, added).eval(), inputs, open_axes, int(config.out_channels))
+    out_shape = _picture_shape(int(config.out_channels))
+    return Shell("unet", UnetShell(unet, added).eval(), inputs, open_axes, out_shape)
 
 
 def _not_taken(name: str) -> InputError:
@@ -142,8 +147,45 @@ def decoder_shell(vae: Any) -> Shell:
     latents = torch.zeros(1, int(vae.config.latent_channels), *EXAMPLE_SIDES)
     scale = 2 ** (len(vae.config.block_out_channels) - 1)
     module = DecoderShell(vae).eval()
-    out_channels = int(vae.config.out_channels)
-    return Shell("vae_decoder", module, {"latents": latents}, {"latents": (0, 2, 3)}, out_channels, scale)
+    out_shape = _picture_shape(int(vae.config.out_channels), scale)
+    return Shell("vae_decoder", module, {"latents": latents}, {"latents": (0, 2, 3)}, out_shape)
+
+
+class TextShell(nn.Module):
+    """The layers of a CLIP text encoder; each token sees those before it."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, embedded_BLD: torch.Tensor) -> torch.Tensor:
+        """Embedded tokens [B, L, D] to the states after each layer [B, N, L, D]."""
+        length = embedded_BLD.shape[1]
+        unseen_LL = torch.full((length, length), torch.finfo(embedded_BLD.dtype).min).triu(1)
+        states = []
+        for layer in self.layers:
+            embedded_BLD = layer(embedded_BLD, unseen_LL[None, None])
+            states.append(embedded_BLD)
+        return torch.stack(states, dim=1)
+
+
+def text_layers(encoder: nn.Module) -> list[nn.Module]:
+    """A CLIP text encoder's layers in their order."""
+    return [part for part in encoder.modules() if type(part).__name__ == "CLIPEncoderLayer"]
+
+
+def text_shell(part: str, encoder: Any) -> Shell:
+    """What a CLIP text encoder computes between embedded tokens and its last norm; its length is fixed."""
+    layers, config = text_layers(encoder), encoder.config
+    inputs = {
+        "embedded": torch.zeros(EXAMPLE_ROWS, int(config.max_position_embeddings), int(config.hidden_size))
+    }
+
+    def shape(first_BLD: torch.Tensor) -> tuple[int, ...]:
+        rows, length, width = first_BLD.shape
+        return rows, len(layers), length, width
+
+    return Shell(part, TextShell(layers).eval(), inputs, {"embedded": (0,)}, shape)
 
 
 def look_alike(module: nn.Module) -> Any:

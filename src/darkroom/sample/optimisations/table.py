@@ -109,7 +109,7 @@ OPTIMISATIONS: dict[str, Optimisation] = {
         ),
         Optimisation(
             "int8", LOSSY, "large linear layers in 8-bit integers", precision.int8, precision.lacks_int8,
-            argument="dynamic|weights",
+            argument="dynamic|weights; with openvino FILE of prompts",
         ),
         Optimisation(
             "fp8", LOSSY, "large linear layers in 8-bit floating point", precision.fp8, precision.lacks_fp8,
