@@ -68,6 +68,8 @@ LEAST_TEXT_DB = 20.0
 """A text encoder whose last layers' states are changed by more than a hundredth stays in float."""
 UNSEEN_PROMPT = "two cats asleep on a green sofa, seen from above"
 """What text encoders are compared on: calibration has other prompts."""
+SAMPLES = 16
+"""Rows of U-Net calls that calibration computes: at SD 1.5's size each costs a minute."""
 LATENTS = 4
 """Of a calibration picture's last steps, whose predicted pictures the decoder is calibrated with."""
 MOST_FLOAT = 0.1
@@ -173,8 +175,14 @@ class CalibrationPictures:
 
     @property
     def inputs(self) -> list[Inputs]:
-        """The U-Net's, of all calls."""
-        return self._drawn[0]
+        """The U-Net's, one row each: `SAMPLES` spread over all calls, with and without the prompt in turn."""
+        calls = self._drawn[0]
+        chosen = [calls[i * len(calls) // SAMPLES] for i in range(SAMPLES)] if len(calls) > SAMPLES else calls
+        rows = [i % len(one["x"]) for i, one in enumerate(chosen)]
+        return [
+            {name: value[row : row + 1] for name, value in one.items()}
+            for row, one in zip(rows, chosen, strict=True)
+        ]
 
     @property
     def latents(self) -> list[torch.Tensor]:
