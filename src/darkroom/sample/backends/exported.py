@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from darkroom.errors import DarkroomError, InputError, MissingExtra, is_disk_full
-from darkroom.hardware.memory import PeakMemory
+from darkroom.hardware.meters import PeakMemory
 from darkroom.hardware.system import atomic_replace, lock_file, remove_tree
 from darkroom.models.adapters.bank import ROWS
 from darkroom.models.folder import identity
