@@ -6,7 +6,7 @@ Four processes, plain and darkroom in float32 and in bf16, take turns (A B C D A
 each; those that wait stand still. Same U-Net (28.6 M weights, the same start), same prepared latents and text
 in memory, batch, optimiser, gradient clipping and threads; a log line each chunk. The plain loop is what
 diffusers' training scripts do: DDPMScheduler, autocast for bf16, AdamW, a constant schedule, accelerate's
-clipping. `--ema` adds averaged weights on both sides: diffusers' EMAModel, and darkroom's. `--compile` is of
+clipping. `--ema` adds averaged weights on both sides: diffusers' EMAModel, and darkroom's. `--compile` is for
 darkroom's alone.
 """
 
