@@ -30,8 +30,8 @@ from darkroom.hardware import machine
 from darkroom.hardware.meters import PeakMemory
 from darkroom.libraries import quiet
 from darkroom.measure.optimisations import DEVICE_LOST, Workload, bench_optimisations, free_memory, why_not
+from darkroom.measure.pretraining import SwitchedStep, bench_pretraining
 from darkroom.measure.timing import Measurement, Timing, append_csv, measurement, synchronise
-from darkroom.measure.training import SwitchedStep, bench_pretraining
 from darkroom.models.tokenizer import tokenizer_or_stand_in
 
 BENCHMARK = "gpu-case"

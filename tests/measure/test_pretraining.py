@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from darkroom.errors import InputError
-from darkroom.measure import training
+from darkroom.measure import pretraining
+from darkroom.measure.pretraining import bench_pretraining
 from darkroom.measure.timing import Measurement, Timing
-from darkroom.measure.training import bench_pretraining
 
 UNET = {"block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": 2, "layers_per_block": 1}
 
@@ -49,7 +49,7 @@ def test_what_compiles_takes_the_batch_that_was_found(monkeypatch):
         )
         return row, Timing(name, (1.0,), 0.0, None), 1
 
-    monkeypatch.setattr(training, "_case", case)
+    monkeypatch.setattr(pretraining, "_case", case)
     cases = ("bf16,compile", "bf16", "compile", "bf16,compile_regional", "checkpointing")
     assert len(list(bench_pretraining("tiny", cases=cases, device="cpu"))) == 5
     assert asked == [
@@ -66,7 +66,7 @@ def test_unknown_names_are_told():
 
 
 def test_it_needs_no_store():
-    code = "import sys, darkroom.measure.training; sys.exit(bool({'lance', 'pyarrow'} & set(sys.modules)))"
+    code = "import sys, darkroom.measure.pretraining; sys.exit(bool({'lance', 'pyarrow'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

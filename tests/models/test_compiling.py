@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from darkroom import models
-from darkroom.measure.training import SwitchedStep
+from darkroom.measure.pretraining import SwitchedStep
 from darkroom.models import compiling
 from darkroom.models.adapters.bank import Bank
 from darkroom.models.compiling import Compiled, CompiledBlocks, compile_blocks, compile_whole

@@ -91,7 +91,7 @@ def bench_train(
             found = training.profile_family(str(model), **asked, repeats=repeats)
         return _profiled(found, profile, out, as_json)
     if model is not None or recipe is None:
-        from darkroom.measure.training import bench_pretraining
+        from darkroom.measure.pretraining import bench_pretraining
 
         rows = bench_pretraining(
             str(model),
