@@ -55,7 +55,7 @@ TEXTS = (
     "three bowls of noodles on a wooden table, seen from above",
     "mountains at dawn, mist, in the style of a Japanese woodblock print",
     "a yellow square on a green background",
-    "the word OPEN on a shop's door",
+    "the word OPEN on a sign above a shop",
     "a robot plays chess with an elephant; both wear hats, 1920s film, black and white",
 )
 """What text encoders are calibrated with besides the prompts: few would leave ranges unseen."""
