@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,6 +100,45 @@ def test_a_text_encoder_whose_layers_run_elsewhere_says_the_same(
         with torch.no_grad():
             assert max(changes(0, skip)) < 1e-4
             assert max(changes(1, skip)) > 1e-2
+
+
+def test_two_threads_encode_each_its_own_text(tiny: models.Model) -> None:
+    """Both are inside the layers at once; each text's states are those that it has alone."""
+    encoder = tiny.text_encoders[0]
+    shell, together = text_shell("text_encoder", encoder), threading.Barrier(2, timeout=60)
+
+    def run(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        states: torch.Tensor = shell.module(given["embedded"])
+        together.wait()
+        return states
+
+    other = replace(tiny, text_encoders=[int8.with_layers(encoder, run)])
+
+    def encode(model: models.Model, prompt: str) -> torch.Tensor:
+        return encode_prompts(model, [prompt], (64, 64))[0][0].text_LD
+
+    prompts = ("a red circle", "two dogs")
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(encode, [other, other], prompts))
+    alone = [encode(tiny, prompt) for prompt in prompts]
+    torch.testing.assert_close(found, alone, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(alone[0], alone[1], atol=1e-2)
+
+
+def test_calibration_sees_all_timesteps_with_and_without_the_prompt(tiny: models.Model) -> None:
+    calibration = int8.Calibration(prompts=("a", "b", "c"), steps=8)
+    seen: list[float] = []
+
+    def unet(x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: int8.Inputs) -> torch.Tensor:
+        seen.append(float(t[0]))
+        return torch.zeros_like(x)
+
+    inputs = int8.CalibrationPictures(tiny, lambda: unet, calibration, lambda _: None).inputs
+    assert len(inputs) == int8.SAMPLES < 3 * 8
+    assert {float(one["t"][0]) for one in inputs} == set(seen)
+    silent = encode_prompts(tiny, [""], (32, 32))[0][0].text_LD
+    unprompted = [torch.equal(one["text"][0], silent) for one in inputs]
+    assert sum(unprompted) == int8.SAMPLES // 2
 
 
 def test_layers_that_8_bits_change_most_are_found_by_measuring() -> None:

@@ -13,6 +13,7 @@ import json
 import math
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -69,8 +70,8 @@ LEAST_TEXT_DB = 20.0
 UNSEEN_PROMPT = "two cats asleep on a green sofa, seen from above"
 """What text encoders are compared on: calibration has other prompts."""
 SAMPLES = 16
-"""Rows of U-Net calls that calibration computes: at SD 1.5's size each costs a minute."""
-LATENTS = 4
+"""Rows of U-Net calls that calibration computes: NNCF runs each several times, most of its time."""
+LATENTS = 2
 """Of a calibration picture's last steps, whose predicted pictures the decoder is calibrated with."""
 MOST_FLOAT = 0.1
 """The largest share of layers that may stay in float."""
@@ -175,9 +176,10 @@ class CalibrationPictures:
 
     @property
     def inputs(self) -> list[Inputs]:
-        """The U-Net's, one row each: `SAMPLES` spread over all calls, with and without the prompt in turn."""
-        calls = self._drawn[0]
-        chosen = [calls[i * len(calls) // SAMPLES] for i in range(SAMPLES)] if len(calls) > SAMPLES else calls
+        """The U-Net's, one row each: `SAMPLES` over all timesteps, with and without the prompt in turn."""
+        calls = sorted(self._drawn[0], key=lambda one: float(one["t"][0]))
+        count = min(SAMPLES, len(calls))
+        chosen = [calls[round(i * (len(calls) - 1) / max(1, count - 1))] for i in range(count)]
         rows = [i % len(one["x"]) for i, one in enumerate(chosen)]
         return [
             {name: value[row : row + 1] for name, value in one.items()}
@@ -354,14 +356,15 @@ def embedded_prompts(model: Model, part: int, prompts: Sequence[str]) -> list[In
 def with_layers(encoder: nn.Module, run: Callable[[Inputs], torch.Tensor]) -> Any:
     """A look-alike of a text encoder whose layers' work is done by `run`: the first one calls it for all."""
     same = look_alike(encoder)
-    states: list[torch.Tensor] = []
+    call = threading.local()  # a server may encode in several threads
 
     def first(embedded_BLD: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        states[:] = run({"embedded": embedded_BLD.detach().float().contiguous()}).unbind(1)
-        return states[0]
+        call.states = run({"embedded": embedded_BLD.detach().float().contiguous()}).unbind(1)
+        first_state: torch.Tensor = call.states[0]
+        return first_state
 
     def later(number: int) -> Callable[..., torch.Tensor]:
-        return lambda *_, **__: states[number]
+        return lambda *_, **__: call.states[number]
 
     for i, layer in enumerate(text_layers(same)):
         vars(layer)["forward"] = later(i) if i else first

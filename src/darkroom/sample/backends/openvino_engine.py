@@ -8,6 +8,7 @@ OpenVINO's makers.
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from darkroom.errors import MissingExtra
+from darkroom.hardware.system import bf16_instructions
 from darkroom.options import check_pair
 from darkroom.sample.backends import int8
 from darkroom.sample.backends.exported import ExportEngine, Run
@@ -52,9 +54,9 @@ class OpenVino(ExportEngine):
         check_pair("openvino", "bf16" if dtype == torch.bfloat16 else "float32", device.type)
         self._ov = openvino()
         self._core = self._ov.Core()
-        if dtype == torch.bfloat16 and "BF16" not in self._core.get_property(
-            "CPU", "OPTIMIZATION_CAPABILITIES"
-        ):
+        can = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        self._has_bf16 = "BF16" in can and bf16_instructions() is not None
+        if dtype == torch.bfloat16 and "BF16" not in can:
             self.precision = "float32"
             self.notes.append("this CPU has no bfloat16: openvino computes in float32 with bfloat16 weights")
 
@@ -96,14 +98,19 @@ class OpenVino(ExportEngine):
         return _CompiledShapes(self, folder / FILE, shell)
 
     def compile(self, file: Path, shapes: dict[str, list[int]]) -> Any:
-        """An inference request for inputs of fixed shapes; of any, where none are given."""
+        """An inference request for inputs of fixed shapes; of any, where none are given.
+
+        What a model in 8 bits leaves in float is computed in bfloat16 where the processor has it.
+        """
         ov = self._ov
         model = self._core.read_model(str(file))
+        in_8_bits = any(operation.get_type_name() == "FakeQuantize" for operation in model.get_ops())
+        in_bf16 = self._has_bf16 if in_8_bits else self.precision == "bfloat16"
         if shapes:
             model.reshape({name: ov.PartialShape(shape) for name, shape in shapes.items()})
         config = {
             "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_PRECISION_HINT": "bf16" if self.precision == "bfloat16" else "f32",
+            "INFERENCE_PRECISION_HINT": "bf16" if in_bf16 else "f32",
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         }
         return self._core.compile_model(model, "CPU", config).create_infer_request()
@@ -122,15 +129,17 @@ class _CompiledShapes:
         size = sum(p.numel() for p in shell.module.parameters()) * engine.dtype.itemsize
         self._most = max(2, min(MOST_KEPT, KEPT_BYTES // max(size, 1)))
         self._requests: dict[tuple[torch.Size, ...] | None, Any] = {}
+        self._alone = threading.Lock()  # a request computes for one thread at a time
 
     def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         self._shell.check(inputs)
-        request = self._request(inputs)
-        for name, value in inputs.items():
-            request.set_tensor(name, self._engine.tensor(value))
         out = torch.empty(self._shell.out_shape(next(iter(inputs.values()))))
-        request.set_output_tensor(self._engine.tensor(out))
-        request.infer()
+        with self._alone:
+            request = self._request(inputs)
+            for name, value in inputs.items():
+                request.set_tensor(name, self._engine.tensor(value))
+            request.set_output_tensor(self._engine.tensor(out))
+            request.infer()
         return out
 
     def _request(self, inputs: dict[str, torch.Tensor]) -> Any:
