@@ -17,7 +17,7 @@ from darkroom import cli, models, options
 from darkroom.errors import DarkroomError, InputError
 from darkroom.sample import generate, open_backend
 from darkroom.sample.backends import int8
-from darkroom.sample.backends.shells import text_shell
+from darkroom.sample.backends.shells import text_layers, text_shell
 from darkroom.sample.likeness import likeness
 from darkroom.sample.prompts import encode_prompts
 from needs import missing
@@ -41,12 +41,12 @@ def test_a_small_model_in_8_bits_draws_what_it_draws(tmp_path: Path, monkeypatch
     told: list[str] = []
     opened = open_backend("openvino", model, optimise="int8", notice=told.append)
     assert opened.precision == "int8"
-    (made,) = (tmp_path / "backends").glob("openvino-unet-int8-*")
-    (decoder,) = (tmp_path / "backends").glob("openvino-vae_decoder-int8-*")
+    (made,) = (tmp_path / "backends").glob("openvino-unet-int8*")
+    (decoder,) = (tmp_path / "backends").glob("openvino-vae_decoder-int8*")
     assert "FakeQuantize" in (decoder / "model.xml").read_text()
     assert json.loads((decoder / int8.REPORT).read_text())["quality"]["psnr_db"] > int8.LEAST_DECODER_DB
     assert any("the VAE's decoder in 8 bits" in line for line in told)
-    (text,) = (tmp_path / "backends").glob("openvino-text_encoder-int8-*")
+    (text,) = (tmp_path / "backends").glob("openvino-text_encoder-int8*")
     assert "FakeQuantize" in (text / "model.xml").read_text()
     assert opened.model is not None
     assert opened.model.text_encoders[0] is not model.text_encoders[0]
@@ -103,16 +103,11 @@ def test_a_text_encoder_whose_layers_run_elsewhere_says_the_same(
 
 
 def test_two_threads_encode_each_its_own_text(tiny: models.Model) -> None:
-    """Both are inside the layers at once; each text's states are those that it has alone."""
-    encoder = tiny.text_encoders[0]
-    shell, together = text_shell("text_encoder", encoder), threading.Barrier(2, timeout=60)
-
-    def run(given: dict[str, torch.Tensor]) -> torch.Tensor:
-        states: torch.Tensor = shell.module(given["embedded"])
-        together.wait()
-        return states
-
-    other = replace(tiny, text_encoders=[int8.with_layers(encoder, run)])
+    """Both have passed the first layer before either goes on; each text's states are its own."""
+    shell, together = text_shell("text_encoder", tiny.text_encoders[0]), threading.Barrier(2, timeout=60)
+    encoder = int8.with_layers(tiny.text_encoders[0], lambda given: shell.module(given["embedded"]))
+    text_layers(encoder)[0].register_forward_hook(lambda *_: together.wait() and None)
+    other = replace(tiny, text_encoders=[encoder])
 
     def encode(model: models.Model, prompt: str) -> torch.Tensor:
         return encode_prompts(model, [prompt], (64, 64))[0][0].text_LD

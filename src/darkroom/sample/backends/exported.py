@@ -446,7 +446,8 @@ class _Quantiser:
         """An exported part in 8 bits, from the cache or made now, and the report of its quality."""
         engine, part = self._engine, shell.part
         whole = _key(engine, shell, module)
-        precision = f"int8-{self._calibration.digest}-{drawn_by}"
+        bits = "int8" if int8.adds_exactly() else "int8half"
+        precision = f"{bits}-{self._calibration.digest}-{drawn_by}"
         versions = (*whole.versions, _version("nncf"))
         key = replace(whole, precision=precision, versions=versions, form=_int8_form(whole.form))
 

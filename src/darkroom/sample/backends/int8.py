@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from darkroom.errors import DarkroomError, MissingExtra
-from darkroom.hardware.system import write_atomically
+from darkroom.hardware.system import int8_instructions, write_atomically
 from darkroom.models.model import LatentScaling
 from darkroom.sample.backends.shells import look_alike, text_layers
 from darkroom.sample.choice import make_table
@@ -254,12 +254,22 @@ def _same(layer: Any, given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 # ---- quantising
 
 
+def adds_exactly() -> bool:
+    """Whether this processor's 8-bit products are added up without overflow.
+
+    Where they take several instructions (AVX2 alone), sums of two saturate at 16 bits; weights of half the
+    range keep within it.
+    """
+    return int8_instructions() is not None
+
+
 def quantise(float_model: Any, samples: Sequence[Inputs], kept: Sequence[str], smooth: float) -> Any:
     """The 8-bit model of an OpenVINO model. `kept` names modules that stay in float."""
     package = nncf()
     from nncf.quantization.advanced_parameters import (
         AdvancedQuantizationParameters,
         AdvancedSmoothQuantParameters,
+        OverflowFix,
     )
 
     names = [operation.get_friendly_name() for operation in float_model.get_ops()]
@@ -276,7 +286,8 @@ def quantise(float_model: Any, samples: Sequence[Inputs], kept: Sequence[str], s
             preset=package.QuantizationPreset.MIXED,
             ignored_scope=package.IgnoredScope(patterns=patterns, validate=False),
             advanced_parameters=AdvancedQuantizationParameters(
-                smooth_quant_alphas=AdvancedSmoothQuantParameters(matmul=smooth)
+                overflow_fix=None if adds_exactly() else OverflowFix.ENABLE,
+                smooth_quant_alphas=AdvancedSmoothQuantParameters(matmul=smooth),
             ),
         )
 
