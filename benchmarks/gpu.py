@@ -66,6 +66,7 @@ CASES = (
     ),
     Case("sd15-b1", 25, "SD 1.5, 512 px, batch 1: plain and auto, half precision"),
     Case("sd15-b1-graphs", 25, "the same with CUDA graphs"),
+    Case("sd15-attention", 30, "SD 1.5, 512 px, batch 8: cuDNN's attention against PyTorch's choice"),
     Case("sd2-train", 60, "SD 2 training step at 512 px, the largest batch that pays"),
     Case("sd15-batch", 60, "SD 1.5, 512 px, batch 1 to 64: share of the dense rate"),
     Case("sdxl-batch", 80, "SDXL, 1024 px, batch 1 to 8"),

@@ -85,6 +85,8 @@ class Lab:
         """A picture job on such a model."""
         side = 32 if self.tiny else side
         told = {"steps": 3 if self.tiny else 30, "guidance": 7.5, **more}
+        if "prompts" in told:
+            told["prompts"] = [f"a photograph of a horse, {n}" for n in range(told["prompts"])]
         return Workload(self.model(family, precision), (side, side), **told)
 
     def forget(self) -> None:
@@ -785,6 +787,7 @@ CASES: dict[str, Callable[[Lab], Rows]] = {
     "card": card,
     "sd15-b1": optimisations("sd15", 512, ("auto",)),
     "sd15-b1-graphs": optimisations("sd15", 512, ("fused_qkv,channels_last,cuda_graphs",)),
+    "sd15-attention": optimisations("sd15", 512, ("auto", "auto,cudnn_attention"), steps=20, prompts=8),
     "sd2-train": pretrain("sd2", 512, FAST),
     "sd15-batch": batches("sd15", 512, 64, 20),
     "sdxl-batch": batches("sdxl", 1024, 8, 20),

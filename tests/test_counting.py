@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -144,6 +145,17 @@ def test_tied_weights_count_once_and_meta_modules_work():
     found = count(model, torch.empty(1, 256, device="meta"))
     assert found.start_memory_bytes == 4 * 256 * 256 + 1024
     assert found.flops == 2 * 2 * 256 * 256
+
+
+def test_inputs_on_the_meta_device_come_to_stand_where_the_weights_do():
+    layer, x = nn.Linear(3, 4, device="meta"), torch.empty(2, 3, device="meta")
+    with FakeTensorMode():  # a card's tensors where there is none
+        for name in ("weight", "bias"):
+            shape = getattr(layer, name).shape
+            setattr(layer, name, nn.Parameter(torch.empty(shape, device="cuda")))
+    with counting(layer) as counter, torch.no_grad():
+        assert layer(counter.fake(x)).device.type == "cuda"
+        assert counter.result().flops == 2 * 2 * 3 * 4
 
 
 def test_a_weight_that_was_not_handed_over_is_an_error():

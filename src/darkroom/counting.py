@@ -117,7 +117,8 @@ def counting(*holders: Any) -> Iterator[Counter]:
     """
     modules = [item for item in tree_leaves(holders) if isinstance(item, nn.Module)]
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    counter = Counter(fake_mode)
+    weights = (weight for module in modules for weight in (*module.parameters(), *module.buffers()))
+    counter = Counter(fake_mode, next((w.device for w in weights if w.device.type != "meta"), _CPU))
     with _fake_weights(modules, counter), fake_mode, counter:
         yield counter
 
@@ -129,9 +130,10 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and the guard against it costs a tenth of the time
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake_mode = fake_mode
+        self._device = device
         self._results = _Results(fake_mode)
         self._live: dict[int, weakref.ref[Any]] = {}  # by storage
         self._live_bytes = 0
@@ -187,8 +189,10 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map(lambda leaf: self.fake_tensor(leaf) if _is_real(leaf) else leaf, tree)
 
     def fake_tensor(self, tensor: Tensor) -> Tensor:
-        """A fake tensor like the given one (a tensor on the meta device comes to stand on the CPU)."""
-        device = "cpu" if tensor.device.type == "meta" else tensor.device
+        """A fake tensor like the given one; one on the meta device comes to stand where the weights do, and
+        where all of those are on it, on the CPU.
+        """
+        device = self._device if tensor.device.type == "meta" else tensor.device
         with self._fake_mode:
             fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
         fake.requires_grad_(tensor.requires_grad)
@@ -460,6 +464,7 @@ def _is_real(leaf: object) -> bool:
 
 _BOOKKEEPING = ("prim", "profiler", "prims")
 _DEVICE = torch.ops.prim.device.default
+_CPU = torch.device("cpu")
 _DEPENDS = re.compile(r"aten\.(lift|resize|set_|_local_scalar|item|_foreach|_fused|scalar_tensor)")
 _UNLIKE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _WRITES_NOTHING = re.compile(r"aten\.(empty|new_empty|lift_fresh|_local_scalar_dense)")

@@ -70,9 +70,14 @@ OPTIMISATIONS: dict[str, Optimisation] = {
             attention.fused_attention, argument="sdpa|xformers",
         ),
         Optimisation(
+            "cudnn_attention", LOSSLESS, "attention by cuDNN's kernel first, also for heads of 40 and 80",
+            attention.cudnn_attention, attention.lacks_cudnn_attention,
+        ),
+        Optimisation(
             "unfused_attention", LOSSLESS, "scores, softmax, sum one by one: slower, to compare with",
             attention.unfused_attention,
-            excludes={"fused_attention": "it is the other one"}, needs_unet=True,
+            excludes={"fused_attention": "it is the other one", "cudnn_attention": "that is fused attention"},
+            needs_unet=True,
         ),
         Optimisation(
             "fused_qkv", LOSSLESS, "query, key and value in one product", attention.fused_qkv,
@@ -83,6 +88,7 @@ OPTIMISATIONS: dict[str, Optimisation] = {
             attention.attention_slicing,
             excludes={
                 "fused_attention": "slices replace the fused kernel, and are slower and larger than it",
+                "cudnn_attention": "slices replace the fused kernel",
                 "unfused_attention": "it is another attention",
                 "fused_qkv": "fused projections come with fused attention",
             },
