@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import MagicMock
@@ -492,11 +493,17 @@ def _attentions(lab: Lab, dtype: torch.dtype) -> Rows:
         length = 64 if lab.tiny else places
         q = torch.randn(rows, heads, length, width, device=lab.device, dtype=dtype, requires_grad=True)
 
-        def call(q: torch.Tensor = q) -> None:
+        def both(q: torch.Tensor = q) -> None:
             torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()  # type: ignore[no-untyped-call]
 
-        for name, kernel in kernels.items():
-            case = f"attention {heads} x {length} x {width}, {name}"
+        def forward(q: torch.Tensor = q) -> None:
+            with torch.no_grad():
+                torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+        for (name, kernel), (call, pass_flops, also) in product(
+            kernels.items(), ((both, 14.0, ""), (forward, 4.0, ", forward"))
+        ):
+            case = f"attention {heads} x {length} x {width}, {name}{also}"
             try:
                 with nullcontext() if kernel is None else sdpa_kernel(kernel):
                     seconds = timed(lab, call)
@@ -507,7 +514,7 @@ def _attentions(lab: Lab, dtype: torch.dtype) -> Rows:
                 note = f"cannot: {error}".partition("\n")[0] if none else why_not(error, case)
                 yield lab.row("gpu-card", case, note=note)
                 continue
-            rate = {"rate": 14.0 * rows * heads * length**2 * width / min(seconds), "unit": "FLOP/s"}
+            rate = {"rate": pass_flops * rows * heads * length**2 * width / min(seconds), "unit": "FLOP/s"}
             yield lab.row("gpu-card", case, seconds, settings=rate | {"dtype": str(dtype)})
 
 
@@ -557,11 +564,11 @@ def batches(family: str, side: int, most: int, steps: int) -> Callable[[Lab], Ro
 # ---- training
 
 
-def pretrain(family: str, side: int, *cases: str) -> Callable[[Lab], Rows]:
+def pretrain(family: str, side: int, *cases: str, batch: int | str = "auto") -> Callable[[Lab], Rows]:
     """The bare step on synthetic latents, EMA on."""
 
     def run(lab: Lab) -> Rows:
-        told: dict[str, Any] = {"resolution": side, "batch": "auto"}
+        told: dict[str, Any] = {"resolution": side, "batch": batch}
         if lab.tiny:
             told = {"resolution": 32, "batch": 2, "unet": TINY_UNET}
         yield from bench_pretraining(
@@ -647,12 +654,11 @@ def profile(lab: Lab) -> Rows:
     family, side, rows = ("tiny", 32, 2) if lab.tiny else ("sd2", 512, 16)
     switched = SwitchedStep(family, side, FAST, lab.device, TINY_UNET if lab.tiny else {})
     inputs = switched.inputs(rows)
-    drawing = lab.drawing("sd15", 512, steps=5)
-    backend = drawing.open("auto")
-    jobs: dict[str, Callable[[], object]] = {
-        "train": lambda: switched.step(0, inputs),
-        "draw": lambda: drawing.run(backend),
-    }
+    drawing = lab.drawing("sd15", 512, steps=3, prompts=1 if lab.tiny else 8)
+    jobs: dict[str, Callable[[], object]] = {"train": lambda: switched.step(0, inputs)}
+    for names in ("none", "auto", *(["auto,cudnn_attention"] if lab.on_cuda else [])):
+        backend = drawing.open(names)
+        jobs[f"draw-{names.replace(',', '-')}"] = lambda backend=backend: drawing.run(backend)  # type: ignore[misc]
 
     def tabled(name: str) -> Measurement:
         job = jobs[name]
@@ -787,16 +793,20 @@ CASES: dict[str, Callable[[Lab], Rows]] = {
     "card": card,
     "sd15-b1": optimisations("sd15", 512, ("auto",)),
     "sd15-b1-graphs": optimisations("sd15", 512, ("fused_qkv,channels_last,cuda_graphs",)),
-    "sd15-attention": optimisations("sd15", 512, ("auto", "auto,cudnn_attention"), steps=20, prompts=8),
     "sd2-train": pretrain("sd2", 512, FAST),
     "sd15-batch": batches("sd15", 512, 64, 20),
     "sdxl-batch": batches("sdxl", 1024, 8, 20),
     "smoke-compile": smoke_compile,
-    "sd15-b1-compile": optimisations(
-        "sd15", 512, ("channels_last,compile_regional", "channels_last,compile_regional,cuda_graphs")
-    ),
-    "sd2-train-compile": pretrain("sd2", 512, FAST, f"{FAST},compile_regional", f"{FAST},compile"),
     "profile": profile,
+    "sd15-b8": optimisations(
+        "sd15", 512,
+        ("auto", "channels_last", "fused_qkv", "lean", "cudnn_attention", "cuda_graphs"), steps=10, prompts=8,
+    ),
+    "sd2-train-compile": pretrain("sd2", 512, FAST, "bf16,fused_adamw", f"{FAST},compile_regional", batch=32),
+    "sd15-b1-compile": optimisations(
+        "sd15", 512, ("channels_last,compile_regional,cuda_graphs", "channels_last,compile_regional")
+    ),
+    "sd2-train-whole": pretrain("sd2", 512, FAST, f"{FAST},compile", batch=32),
     "memory": memory,
     "resume": resume,
     "sdxl-compile": optimisations("sdxl", 1024, ("auto", "channels_last,compile_regional"), steps=20),
