@@ -211,6 +211,6 @@ class PictureSettings(BaseModel):
     batch: int = Field(1, ge=1, description="generate: pictures at once")
     attention: str = Field("fused", description="generate, serve: fused or plain")
     channels_last: bool | None = Field(
-        None, description="generate, serve: memory layout; None: in half precisions"
+        None, description="generate, serve: memory layout; None: in half precisions that are compiled"
     )
     pictures: int = Field(1000, ge=1, description="generate, prepare: how many")

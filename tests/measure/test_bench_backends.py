@@ -11,6 +11,7 @@ import torch
 from darkroom import models
 from darkroom.errors import InputError
 from darkroom.hardware import system
+from darkroom.measure import backends
 from darkroom.measure.backends import DIFFUSERS, PLAIN, bench_backends
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -43,6 +44,21 @@ def test_every_case_is_compared_with_diffusers(small: models.Model) -> None:
     assert by_name["picture", "torch bf16"].settings["precision"] == "bfloat16"
     assert by_name["picture", "torch bf16"].settings["psnr_db"] > 20
     assert 0 < by_name["overhead", "darkroom loop"].settings["share_outside_the_unet"] < 1
+
+
+@pytest.mark.parametrize(("guidance", "rows_a_call"), [(1.0, 1), (7.5, 2)])
+def test_a_picture_without_guidance_has_one_row_a_call(
+    small: models.Model, monkeypatch: pytest.MonkeyPatch, guidance: float, rows_a_call: int
+) -> None:
+    """As few-step models draw, diffusers' pipeline alike; the loop's own table is always guided."""
+    monkeypatch.setattr(backends, "_overhead_rows", lambda *_: [])
+    called: list[int] = []
+    small.unet.register_forward_pre_hook(lambda _, given: called.append(len(given[0])))  # type: ignore[union-attr]
+    rows = list(bench_backends(small, cases=(PLAIN,), steps=2, repeats=1, guidance=guidance))
+    drawn = [row for row in rows if row.benchmark == "backends-picture"]
+    assert [row.settings["guidance"] for row in drawn] == [guidance] * 2
+    assert all(row.settings["max_diff"] <= 1 for row in drawn)
+    assert max(called) == rows_a_call
 
 
 def test_a_case_that_cannot_be_opened_is_a_row(

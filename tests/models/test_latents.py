@@ -110,3 +110,33 @@ def test_a_saved_model_keeps_its_shift(tmp_path: Any, caplog: pytest.LogCaptureF
         models.save_single_file(model, tmp_path / "one.safetensors")
     assert "keeps the VAE's shift in a note that only" in caplog.text
     assert models.load(tmp_path / "one.safetensors", parts=("vae",)).latent_scaling == expected
+
+
+@pytest.mark.parametrize(("dtype", "upcast", "rounds"), [
+    (torch.float16, True, True), (torch.float16, False, False), (torch.bfloat16, True, False),
+])  # fmt: skip
+def test_a_vae_that_overflows_in_fp16_decodes_in_float32_with_fp16s_own_rounding(
+    dtype: torch.dtype, upcast: bool, rounds: bool
+) -> None:
+    """TF32 keeps as many bits as fp16, and a card is many times as fast with it."""
+    vae = vae_with(force_upcast=upcast).to(dtype)
+    seen: list[tuple[bool, bool, torch.dtype]] = []
+
+    def look(*_: object) -> None:
+        flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        seen.append((*flags, next(vae.parameters()).dtype))
+
+    vae.decoder.register_forward_pre_hook(look)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        decode(vae, torch.zeros(1, 4, 4, 4))
+        assert not torch.backends.cudnn.allow_tf32
+    assert seen == [(rounds, rounds, torch.float32 if rounds else dtype)]
+    assert next(vae.parameters()).dtype == dtype
+
+
+def test_nothing_is_said_where_a_model_is_cast(caplog: pytest.LogCaptureFixture) -> None:
+    model = models.create("tiny", parts=("vae", "unet"))
+    model.to("cpu", torch.bfloat16)
+    assert caplog.text == ""
+    model.vae.to(torch.float32)  # type: ignore[union-attr]
+    assert "float32" in caplog.text, "diffusers' own `to` does"

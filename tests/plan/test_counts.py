@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from darkroom.hardware.cards import find_card
 from darkroom.plan import counts, targets
-from darkroom.plan.counts import KINDS, Line, Moment, Profile, highest
+from darkroom.plan.counts import KINDS, Kernels, Line, Moment, Profile, highest
+from darkroom.plan.roofline import Roofline, Software
 
 
 def moment(stage, fixed, row, kind="activations"):
@@ -318,3 +320,31 @@ def test_a_runs_own_latents_can_be_the_peak():
     # Of these too the work is counted, apart from a step's; inline it is done at each step.
     assert made.flops(1, "latents") == pytest.approx(encoders.flops(1), rel=0.001)
     assert inline.flops(1) == pytest.approx(made.flops(1) + encoders.flops(1), rel=0.001)
+
+
+def test_families_whose_vae_overflows_in_fp16_are_planned_to_decode_in_float32(tmp_path):
+    from darkroom.models.families import FAMILIES
+
+    upcast = {name for name, family in FAMILIES.items() if family.vae.get("force_upcast")}
+    assert set(targets.DECODES_IN_FLOAT32) == upcast
+    (tmp_path / "vae").mkdir()
+    for told in (True, False):
+        (tmp_path / "vae" / "config.json").write_text(json.dumps({"force_upcast": told}))
+        assert targets._decodes_in_float32(str(tmp_path)) is told
+
+
+def test_decoding_in_float32_takes_longer_in_fp16_alone():
+    """SDXL's VAE: in bf16 it is computed as it is."""
+    kernels = (Kernels("decode", "conv", 1, Line(0, 1e12), Line(0, 1e6)),)
+    profiles = {
+        told: Profile(kernels, (), {}, 0, facts={"decodes_in_float32": told}) for told in (True, False)
+    }
+    h100 = find_card("H100")
+    assert h100 is not None
+    seconds = {
+        (half, told): Roofline(h100, Software(half)).stage(profiles[told], "decode", 1).total
+        for half in ("bf16", "fp16")
+        for told in (True, False)
+    }
+    assert seconds["bf16", True] == seconds["bf16", False]
+    assert seconds["fp16", True] > 1.5 * seconds["fp16", False]

@@ -173,6 +173,23 @@ def round_float32(device: torch.device | str, allowed: bool) -> None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
 
 
+class RoundedFloat32:
+    """Within it a CUDA card rounds float32's factors to 10 bits; what was set before comes back. It can be
+    entered again and again.
+    """
+
+    def __enter__(self) -> None:
+        from torch.backends import cuda, cudnn
+
+        self._before = (cuda.matmul.allow_tf32, cudnn.allow_tf32)
+        cuda.matmul.allow_tf32 = cudnn.allow_tf32 = True
+
+    def __exit__(self, *_: object) -> None:
+        from torch.backends import cuda, cudnn
+
+        cuda.matmul.allow_tf32, cudnn.allow_tf32 = self._before
+
+
 def capturing() -> bool:
     """Whether calls are being recorded into a CUDA graph now."""
     import torch

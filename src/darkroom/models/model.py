@@ -236,7 +236,7 @@ class Model:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Model:
         """Move or cast every part in place; returns the model itself."""
         for module in self.modules.values():
-            module.to(device=device, dtype=dtype)
+            nn.Module.to(module, device=device, dtype=dtype)  # diffusers' own `to` warns of nothing
         return self
 
 

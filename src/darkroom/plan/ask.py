@@ -38,6 +38,7 @@ from darkroom.plan.targets import (
     check_planned,
     chosen_cards,
     configs_of,
+    counted_as,
     here,
     layout_of,
     may_make_anew,
@@ -121,8 +122,7 @@ def own_count(asked: PlanRequest, target: Target) -> int:
 def _plan_on(asked: PlanRequest, where: Where, target: Target) -> Plan:
     software = software_of(asked, target, where)
     precision, gpu = software.precision, where.card.kind == "gpu"
-    # Half precisions move and hold the same bytes: one count serves both.
-    profile = asked.profile("bf16" if gpu and precision == "fp16" else precision, gpu)
+    profile = asked.profile(precision, gpu)
     plan = asked.plan(profile, where, software, target.usd_per_hour, target.prices)
     offers = (
         ()
@@ -285,6 +285,7 @@ def _asked_training(name: str, settings: dict[str, Any], *, count: bool = True) 
 
     def profile(precision: str, gpu: bool) -> Profile:
         """The recipe's counts in a precision, from the cache or made. NotCounted where none may be made."""
+        precision = counted_as(precision) if gpu else precision
 
         def made() -> Profile:
             """Counts of the very text that they are kept under."""
@@ -302,7 +303,7 @@ def _asked_training(name: str, settings: dict[str, Any], *, count: bool = True) 
         profile,
         plan,
         precision=settings["precision"],
-        channels_last=lambda precision, where: channels_last(
+        channels_last=lambda precision, where, compiled: channels_last(
             settings["channels_last"],
             "cuda" if where.card.kind == "gpu" else "cpu",
             sharded=where.cluster.sharded,
@@ -318,8 +319,7 @@ def _class_seconds(settings: Mapping[str, Any], where: Where, software: Software
     if missing <= 0:
         return 0.0
     base, side = settings["base"], settings["resolution"]
-    precision = "bf16" if software.precision == "fp16" else software.precision
-    counted = picture_profile(base, side, side, own_guidance(base) > 1, precision, "fused")
+    counted = picture_profile(base, side, side, own_guidance(base) > 1, software.precision, "fused")
     batch = settings["class_call"]
     each = batch_seconds(counted, where, software, batch=batch, steps=settings["class_steps"])
     return float(each.total * math.ceil(missing / batch))

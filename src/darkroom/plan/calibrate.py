@@ -306,13 +306,11 @@ def _planned_rate(where: Where, row: MeasurementLike) -> float:
     settings = row.settings
     width, height = parse_size(settings["size"])
     precision = settings["precision"]
-    # Half precisions move and hold the same bytes: one count serves both.
-    counted = "bf16" if precision == "fp16" else precision
-    profile = picture_profile(settings["model"], width, height, settings["guidance"] > 1, counted, "fused")
+    profile = picture_profile(settings["model"], width, height, settings["guidance"] > 1, precision, "fused")
     batch = max(1, round((row.images_per_s or 0.0) * (row.median_s or 0.0)))
     job = GenerateJob("bench", batch, batch, settings["steps"])
     # As `auto` picks it; float32 is not rounded.
-    software = Software(precision, channels_last=precision != "float32", conv_tf32=False)
+    software = Software(precision, channels_last=False, conv_tf32=False)
     return plan_generating(profile, job, where, software).images_per_s
 
 

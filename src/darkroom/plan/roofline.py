@@ -198,6 +198,14 @@ class Roofline:
         """Seconds of one stage on `rows` pictures, launches included; `share` of the work, where others do
         the rest.
         """
+        if (
+            stage == "decode"
+            and self.software.precision == "fp16"
+            and profile.facts.get("decodes_in_float32")
+        ):
+            software = replace(self.software, precision="float32", matmul_tf32=True, conv_tf32=True)
+            rounded = Roofline(self.card, software, cores=self._units, known=self._known)
+            return rounded.stage(profile, stage, rows, share=share)
         work = profile.work(stage)
         if not work.names:
             return TimeBreakdown()

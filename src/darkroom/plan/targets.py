@@ -87,13 +87,19 @@ SOFTWARE = {
 """Whose program runs it: the engine it stands for, and what its figures rest on."""
 QUANTISED = ("fp8", "int8")
 
-Layout = Callable[[str, Where], bool]
-"""Whether tensors lie channels last, of a precision and a place."""
+Layout = Callable[[str, Where, bool], bool]
+"""Whether tensors lie channels last, of a precision, a place, and whether a compiler fuses the kernels."""
 
 
 def layout_of(asked: bool | None) -> Layout:
-    """As asked; where nothing is, in half precisions."""
-    return lambda precision, where: precision != "float32" if asked is None else asked
+    """As asked; where nothing is, in half precisions that are compiled: PyTorch's own group norm turns every
+    tensor back.
+    """
+
+    def chosen(precision: str, where: Where, compiled: bool) -> bool:
+        return (compiled and precision != "float32") if asked is None else asked
+
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ class PlanRequest:
     plan: Callable[[Profile, Where, Software, float | None, Sequence[Price] | None], Plan]
     precision: str = "auto"
     attention: str = "fused"
-    channels_last: Layout = lambda precision, where: True
+    channels_last: Layout = lambda precision, where, compiled: True
     settings: dict[str, Any] = field(default_factory=dict)
     remade: Callable[[Mapping[str, Any]], PlanRequest] | None = (
         None  # with other settings and the same counts
@@ -130,7 +136,6 @@ def software_of(asked: PlanRequest, target: Target, where: Where) -> Software:
     if quantised and asked.settings:
         raise InputError(f"--precision {quantised}", allowed="generate and serve: training has no such step")
     precision = fast_precision(where.card) if quantised else choose_precision(asked, target, where.card)
-    channels_last = target.software != "diffusers" and asked.channels_last(precision, where)
     tf32 = target.tf32 or bool(asked.settings.get("tf32"))
     engine = SOFTWARE[target.software][0] or target.engine
     if engine == "tensorrt" and asked.settings:
@@ -144,7 +149,8 @@ def software_of(asked: PlanRequest, target: Target, where: Where) -> Software:
     return Software(
         precision=precision,
         engine=engine,
-        channels_last=channels_last,
+        channels_last=target.software != "diffusers"
+        and asked.channels_last(precision, where, engine != "eager"),
         attention=asked.attention,
         matmul_tf32=tf32,
         # Others leave cuDNN its default, which rounds convolutions.
@@ -548,10 +554,29 @@ def own_guidance(model: str) -> float:
     return USUAL_GUIDANCE
 
 
+def counted_as(precision: str) -> str:
+    """Half precisions move and hold the same bytes: one count serves both."""
+    return "bf16" if precision == "fp16" else precision
+
+
+DECODES_IN_FLOAT32 = ("sdxl",)
+"""Families whose VAE overflows in fp16."""
+
+
+def _decodes_in_float32(model: str) -> bool:
+    """Whether a model's VAE is turned to float32 where the rest is in fp16."""
+    with suppress(OSError, ValueError, AttributeError):
+        config = json.loads((Path(model) / "vae" / "config.json").read_text(encoding="utf-8"))
+        return bool(config.get("force_upcast"))
+    return model in DECODES_IN_FLOAT32
+
+
 def picture_profile(
     model: str, width: int, height: int, guided: bool, precision: str, attention: str, *, whole: bool = False
 ) -> Profile:
     """The counts of making pictures, kept. `whole`: the VAE decodes a batch at once."""
+    if not _decodes_in_float32(model):
+        precision = counted_as(precision)
     key = {
         "job": "generate",
         "model": configs_of(model),
@@ -577,6 +602,7 @@ def preparing_profile(
     model: str, resolution: int, text: bool, precision: str, vae: str | None = None
 ) -> Profile:
     """The counts of encoding, kept; with another model's VAE, if that is said."""
+    precision = counted_as(precision)
     key = {
         "job": "prepare",
         "model": configs_of(model),

@@ -170,10 +170,8 @@ def ask_trace(
     def plan(
         widest: Profile, where: Where, software: Software, usd: float | None, prices: Sequence[Price] | None
     ) -> Plan:
-        """The plan of a trace on one place; bf16's counts stand for fp16's."""
-        half = where.card.kind == "gpu" and software.precision == "fp16"  # the same bytes: one count serves
-        precision = "bf16" if half else software.precision
-        profiles = {size: profile(size, precision) for size in sizes[:-1]} | {sizes[-1]: widest}
+        """The plan of a trace on one place."""
+        profiles = {size: profile(size, software.precision) for size in sizes[:-1]} | {sizes[-1]: widest}
         goal = ServingTarget(latency_s, fleet=fleet)
         return plan_trace(requests, goal, profiles, where, software, usd_per_hour=usd, prices=prices)
 

@@ -344,6 +344,10 @@ def profile_generation(spec: GenerateSpec, prepare: Callable[[Model], None] | No
     with fakes(*model.modules.values()) as counter:
         for module in model.modules.values():
             nn.Module.to(module, dtype)  # diffusers' own warns of nothing
+        vae: Any = model.vae
+        upcast = dtype == torch.float16 and bool(vae.config.get("force_upcast"))
+        if upcast:
+            nn.Module.to(vae, torch.float32)
         _set_attention(model, spec.attention)
         if prepare is not None:
             prepare(model)
@@ -357,7 +361,7 @@ def profile_generation(spec: GenerateSpec, prepare: Callable[[Model], None] | No
         parameters=model.num_parameters,
         trained=0,
         chunks=chunk,
-        facts={"width": spec.width, "height": spec.height},
+        facts={"width": spec.width, "height": spec.height, "decodes_in_float32": upcast},
     )
 
 

@@ -60,7 +60,7 @@ def _placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.M
     """The module on a device in a number format, in eval mode; a copy where the caller's would change."""
     here = next(module.parameters())
     if here.device != device or here.dtype != dtype or module.training:
-        module = copy.deepcopy(module).to(device, dtype).eval()
+        module = nn.Module.to(copy.deepcopy(module), device, dtype).eval()
     return module
 
 

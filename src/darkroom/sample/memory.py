@@ -28,7 +28,6 @@ from darkroom.hardware.accelerator import kind_of
 from darkroom.hardware.cards import peak_flops
 from darkroom.hardware.machine import GIB, cgroup_memory_limit
 from darkroom.hardware.meters import file_mappings, resident_bytes, return_freed
-from darkroom.libraries import quiet
 from darkroom.models.adapters.bank import ROWS
 from darkroom.models.checked import read_json
 from darkroom.models.families import FAMILIES
@@ -405,8 +404,7 @@ def resident_now(model: Model) -> int:
 
 def _outlined(model: Model, dtype: torch.dtype) -> Model:
     """The same modules without values, in a type, to be counted."""
-    with quiet():
-        outlined = {name: look_alike(module).to("meta", dtype) for name, module in model.modules.items()}
+    outlined = {name: nn.Module.to(look_alike(m), "meta", dtype) for name, m in model.modules.items()}
     texts = [module for name, module in outlined.items() if name.startswith("text")]
     return replace(model, unet=outlined.get("unet"), vae=outlined.get("vae"), text_encoders=texts)
 

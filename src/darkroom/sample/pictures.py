@@ -15,7 +15,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from PIL import Image, PngImagePlugin
+from torch import nn
 
 from darkroom.errors import DarkroomError, InputError, Stopped, is_system_failure
 from darkroom.hardware import accelerator
@@ -164,15 +165,18 @@ def encode(vae: Any, pixels_B3HW: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 @contextmanager
 def _decoding_precision(vae: Any) -> Iterator[None]:
-    """SDXL's VAE overflows in float16 and says so (`force_upcast`): decode in float32, then go back."""
+    """SDXL's VAE overflows in float16 and says so (`force_upcast`): decode in float32, then go back. Products
+    keep float16's 10 bits, with which a card is many times as fast.
+    """
     upcast = next(vae.parameters()).dtype == torch.float16 and bool(vae.config.get("force_upcast"))
     if upcast:
-        vae.to(torch.float32)
+        nn.Module.to(vae, torch.float32)  # diffusers' own `to` warns of nothing
     try:
-        yield
+        with accelerator.RoundedFloat32() if upcast else nullcontext():
+            yield
     finally:
         if upcast:
-            vae.to(torch.float16)
+            nn.Module.to(vae, torch.float16)
 
 
 def _to_images(pixels_B3HW: torch.Tensor) -> list[Image.Image]:

@@ -175,10 +175,11 @@ def test_auto_on_a_card_is_lossless():
     place = optimisations.ComputeTarget(torch.device("cuda"), torch.float16)
     from darkroom.sample.optimisations.table import best
 
-    picked = best(place)
-    assert {"fused_attention", "lean", "fused_qkv", "channels_last"} == set(picked)
-    assert all(optimisations.OPTIMISATIONS[name].kind == optimisations.LOSSLESS for name in picked)
-    assert all(not optimisations.conflict(a, b) for a in picked for b in picked)
+    picked, compiled = best(place), best(place, compiled=True)
+    assert set(picked) == {"fused_attention", "lean", "fused_qkv"}
+    assert set(compiled) == {*picked, "channels_last"}
+    assert all(optimisations.OPTIMISATIONS[name].kind == optimisations.LOSSLESS for name in compiled)
+    assert all(not optimisations.conflict(a, b) for a in compiled for b in compiled)
 
 
 def test_pairs_are_refused_either_way_round():

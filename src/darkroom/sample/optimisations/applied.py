@@ -19,7 +19,6 @@ from PIL import Image
 from torch import nn
 
 from darkroom.hardware.accelerator import capability, used_here
-from darkroom.libraries import quiet
 from darkroom.models.adapters.bank import take_rows
 from darkroom.models.model import cast_opened
 from darkroom.sample.denoise import Unet
@@ -112,12 +111,11 @@ class Applied:
             return
         if all(p.dtype == dtype for m in self.model.modules.values() for p in m.parameters()):
             return
-        with quiet():
-            for module in self.own_all().values():
-                if self.model.in_files:
-                    cast_opened(module, dtype)
-                else:
-                    module.to(dtype)
+        for module in self.own_all().values():
+            if self.model.in_files:
+                cast_opened(module, dtype)
+            else:
+                nn.Module.to(module, dtype)
 
     def unet(self, call_of: CallOf) -> Unet:
         """The U-Net as the denoising loop calls it, with everything around it."""

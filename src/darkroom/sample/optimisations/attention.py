@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from darkroom.errors import InputError
 from darkroom.models.adapters.bank import Banked
@@ -30,18 +29,10 @@ from darkroom.models.parts import (
     FusedAttnProcessor2_0,
     ResnetBlock2D,
 )
-from darkroom.sample.optimisations.applied import Applied, ComputeTarget
-from darkroom.sample.optimisations.precision import within
+from darkroom.sample.optimisations.applied import Applied
 
 KEPT_ROWS = 16
 """Rows of a call whose text's keys and values are kept; of more they would cost more memory than time."""
-
-CUDNN_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 
 def make_lean(unet: nn.Module) -> None:
@@ -264,27 +255,6 @@ def fused_attention(applied: Applied, argument: str) -> None:
     if applied.device.type == "cpu":
         raise InputError("fused_attention:xformers on a CPU", mend="use fused_attention")
     applied.own("unet").enable_xformers_memory_efficient_attention()
-
-
-class _CudnnFirst:
-    """cuDNN's attention kernel where it takes the shapes, else the next in PyTorch's own order."""
-
-    def __enter__(self) -> None:
-        self._entered = sdpa_kernel(CUDNN_FIRST, set_priority=True)
-        self._entered.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        self._entered.__exit__(None, None, None)
-
-
-def cudnn_attention(applied: Applied, argument: str) -> None:
-    """PyTorch takes cuDNN's kernel by itself for heads of 64 and 128, and not for SD 1.5's of 40 and 80."""
-    applied.inner.append(lambda call: within(call, _CudnnFirst()))
-
-
-def lacks_cudnn_attention(place: ComputeTarget) -> str | None:
-    """cuDNN's kernel is of Ampere and later; with float32 numbers the next kernel is taken."""
-    return "cuDNN's attention is of NVIDIA cards since Ampere" if place.capability < (8, 0) else None
 
 
 def unfused_attention(applied: Applied, argument: str) -> None:

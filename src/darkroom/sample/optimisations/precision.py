@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from darkroom.errors import InputError, MissingExtra
+from darkroom.hardware.accelerator import RoundedFloat32
 from darkroom.sample.denoise import Unet
 from darkroom.sample.optimisations.applied import TILE_PIXELS, Applied, ComputeTarget
 
@@ -31,20 +32,9 @@ def within(call: Unet, surroundings: AbstractContextManager[object]) -> Unet:
     return inside
 
 
-class _Tf32:
-    """TensorFloat-32 for matrix products and convolutions, and what was set before at the end."""
-
-    def __enter__(self) -> None:
-        self._before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-
-    def __exit__(self, *_: object) -> None:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self._before
-
-
 def tf32(applied: Applied, argument: str) -> None:
     """Products of float32 rounded to 10 bits of mantissa, summed in float32."""
-    applied.inner.append(lambda call: within(call, _Tf32()))
+    applied.inner.append(lambda call: within(call, RoundedFloat32()))
 
 
 def lacks_tf32(place: ComputeTarget) -> str | None:

@@ -70,14 +70,9 @@ OPTIMISATIONS: dict[str, Optimisation] = {
             attention.fused_attention, argument="sdpa|xformers",
         ),
         Optimisation(
-            "cudnn_attention", LOSSLESS, "attention by cuDNN's kernel first, also for heads of 40 and 80",
-            attention.cudnn_attention, attention.lacks_cudnn_attention,
-        ),
-        Optimisation(
             "unfused_attention", LOSSLESS, "scores, softmax, sum one by one: slower, to compare with",
             attention.unfused_attention,
-            excludes={"fused_attention": "it is the other one", "cudnn_attention": "that is fused attention"},
-            needs_unet=True,
+            excludes={"fused_attention": "it is the other one"}, needs_unet=True,
         ),
         Optimisation(
             "fused_qkv", LOSSLESS, "query, key and value in one product", attention.fused_qkv,
@@ -88,7 +83,6 @@ OPTIMISATIONS: dict[str, Optimisation] = {
             attention.attention_slicing,
             excludes={
                 "fused_attention": "slices replace the fused kernel, and are slower and larger than it",
-                "cudnn_attention": "slices replace the fused kernel",
                 "unfused_attention": "it is another attention",
                 "fused_qkv": "fused projections come with fused attention",
             },
@@ -320,7 +314,7 @@ def conflict(one: str, other: str) -> str | None:
     return OPTIMISATIONS[one].excludes.get(other) or OPTIMISATIONS[other].excludes.get(one)
 
 
-def best(place: ComputeTarget) -> dict[str, str]:
+def best(place: ComputeTarget, *, compiled: bool = False) -> dict[str, str]:
     """What `auto` takes on a device, each with its reason. All of it is lossless."""
     picked = {
         "fused_attention": "never slower, and holds no scores",
@@ -328,7 +322,7 @@ def best(place: ComputeTarget) -> dict[str, str]:
     }
     if place.on_cuda:
         picked["fused_qkv"] = "fewer and larger products"
-        if place.dtype != torch.float32:
+        if compiled and place.dtype != torch.float32:
             picked["channels_last"] = "tensor cores read channels innermost"
     return picked
 
@@ -337,7 +331,11 @@ def left_out(place: ComputeTarget) -> dict[str, str]:
     """Lossless ones that `auto` leaves to the user, each with its reason."""
     slow_start = "compiling takes longer than a few pictures"
     if place.on_cuda:
-        return {"compile": slow_start, "cuda_graphs": "holds the memory of every size it meets"}
+        return {
+            "compile": slow_start,
+            "cuda_graphs": "holds the memory of every size it meets; small batches are far quicker with it",
+            "channels_last": "PyTorch's group norm turns every tensor back where nothing is compiled",
+        }
     return {"channels_last": "gains nothing here", "fused_qkv": "gains nothing here", "compile": slow_start}
 
 
@@ -345,7 +343,8 @@ def _with_auto(choices: list[Choice], place: ComputeTarget) -> tuple[list[Choice
     """The choices with `auto` replaced by what it takes besides the others."""
     named = [choice for choice in choices if choice.name != AUTO]
     taken, reasons = list(named), []
-    for name, reason in best(place).items():
+    compiled = any(choice.name in ("compile", "compile_regional") for choice in choices)
+    for name, reason in best(place, compiled=compiled).items():
         if name in {choice.name for choice in named}:
             continue
         against = next((c.name for c in named if conflict(name, c.name)), None)
