@@ -172,6 +172,31 @@ def test_openvino_refuses_bfloat16_that_would_be_emulated(
     open_backend("openvino", small, notice=notices.append)  # control: float32 is for any processor
 
 
+@pytest.mark.parametrize("backend", ["openvino", pytest.param("onnx", marks=pytest.mark.nightly)])
+def test_a_tiny_decoder_is_exported_like_the_models_own(
+    small: Model, cache: Path, tmp_path: Path, backend: str
+) -> None:
+    """Its weights are its own key in the cache: the control is another tiny decoder, and the model's VAE."""
+    from diffusers import AutoencoderTiny
+
+    drawn: list[list[Picture]] = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        blocks = {"num_encoder_blocks": (1, 1, 1), "num_decoder_blocks": (1, 1, 1)}
+        widths = {"encoder_block_out_channels": (8, 8, 8), "decoder_block_out_channels": (8, 8, 8)}
+        AutoencoderTiny(**widths, **blocks).save_pretrained(tmp_path / f"tiny{seed}")
+        optimise = f"tiny_vae:{tmp_path / f'tiny{seed}'}"
+        notices: list[str] = []
+        told: dict[str, Any] = {"steps": 2, "seed": 5}
+        ours = generate(small, PROMPTS, backend=backend, optimise=optimise, notice=notices.append, **told)
+        assert said(notices, "the VAE's decoder is exported") == 1
+        assert apart(ours, generate(small, PROMPTS, optimise=optimise, **told)) <= LOSSLESS
+        assert any("decoded by tiny" in note for note in ours[0].parameters["notes"])
+        drawn.append(ours)
+    assert apart(*drawn) >= MOVED
+    assert apart(drawn[0], generate(small, PROMPTS, **told)) >= MOVED
+
+
 def files_of(cache: Path) -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in sorted(cache.glob("[!.]*/*"))}
 

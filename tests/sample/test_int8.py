@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import AutoencoderTiny
 from torch import nn
 
 from darkroom import cli, models, options
@@ -70,6 +71,27 @@ def test_a_small_model_in_8_bits_draws_what_it_draws(tmp_path: Path, monkeypatch
     again: list[str] = []
     open_backend("openvino", model, optimise="int8", notice=again.append)
     assert [line for line in again if "quantis" in line] == []
+    _check_tiny(model, tmp_path)
+
+
+def _check_tiny(model: models.Model, folder: Path) -> None:
+    """A tiny decoder is quantised like the model's own, which stays as it is; nothing else is made anew."""
+    torch.manual_seed(0)
+    blocks = {"num_encoder_blocks": (1, 1, 1), "num_decoder_blocks": (1, 1, 1)}
+    widths = {"encoder_block_out_channels": (16,) * 3, "decoder_block_out_channels": (16,) * 3}
+    AutoencoderTiny(**widths, **blocks).save_pretrained(folder / "tiny")
+    told: list[str] = []
+    optimise = f"int8,tiny_vae:{folder / 'tiny'}"
+    opened = open_backend("openvino", model, optimise=optimise, notice=told.append)
+    assert [line for line in told if "quantised" in line] == [
+        "the VAE's decoder is quantised to 8 bits, once"
+    ]
+    assert len(list((folder / "backends").glob("openvino-vae_decoder-int8*"))) == 2
+    ours, plain = (
+        generate(model, "a red circle", steps=4, seed=3, **how)
+        for how in ({"backend": opened}, {"optimise": optimise.removeprefix("int8,")})
+    )
+    assert likeness([ours[0].image], [plain[0].image])["psnr_db"] > 28
 
 
 @pytest.mark.parametrize("family", ["tiny", "sdxl"])

@@ -264,21 +264,19 @@ def open_exported(
     def opened_unet() -> Run:
         return _opened(engine, model.unet, unet_shell, notice, times_s)
 
-    run_decoder = None
-    if applied.tiny_vae is None:
-        run_decoder = _opened(engine, model.vae, decoder_shell, notice, times_s)
+    vae = applied.tiny_vae or model.vae
+    run_decoder = _opened(engine, vae, decoder_shell, notice, times_s)
     if int8_prompts is not None and in_8_bits:
         quantiser = _Quantiser(engine, model, opened_unet, int8.Calibration.of(int8_prompts), notice, times_s)
         run_unet = quantiser.unet()
-        if run_decoder is not None:
-            run_decoder = quantiser.decoder(run_decoder)
+        run_decoder = quantiser.decoder(vae, run_decoder)
         model = replace(model, text_encoders=quantiser.text_encoders())
     else:
         run_unet = opened_unet()
     return Backend(
         engine.name,
         _unet_of(run_unet),
-        decode=applied.decode if run_decoder is None else _decode_of(model.vae, run_decoder),
+        decode=_decode_of(vae, run_decoder),
         encode=applied.encode,
         device=engine.device,
         dtype=torch.float32,
@@ -383,9 +381,8 @@ class _Quantiser:
         self._notice(int8.summary(about["quality"], about["float_layers"]))
         return run
 
-    def decoder(self, plain: Run) -> Run:
-        """The VAE's decoder; `plain` where 8 bits would harm its pictures."""
-        vae: Any = self._model.vae
+    def decoder(self, vae: Any, plain: Run) -> Run:
+        """A VAE's decoder, or the tiny one in its place; `plain` where 8 bits would harm its pictures."""
         shell = decoder_shell(vae)
 
         def compare(small: Run) -> dict[str, Any]:
@@ -510,7 +507,8 @@ def _size(shell: Shell, engine: ExportEngine) -> str:
 def _in_precision(module: Any, dtype: torch.dtype) -> Any:
     """The module with diffusers' own attention in a precision, the given one left as it is."""
     same = look_alike(module)
-    same.set_default_attn_processor()
+    if hasattr(same, "set_default_attn_processor"):
+        same.set_default_attn_processor()
     if next(module.parameters()).dtype == dtype:
         return same
     cast = {name: value.to(dtype) for name, value in same.state_dict().items()}

@@ -84,11 +84,11 @@ class UnetShell(nn.Module):
 
 
 class DecoderShell(nn.Module):
-    """A VAE's decoder: unscaled latents to pixels of -1 to 1."""
+    """A VAE's decoder, or a tiny one: unscaled latents to pixels of -1 to 1."""
 
     def __init__(self, vae: Any) -> None:
         super().__init__()
-        self.post_quant_conv, self.decoder = vae.post_quant_conv, vae.decoder
+        self.post_quant_conv, self.decoder = getattr(vae, "post_quant_conv", None), vae.decoder
         self.dtype = next(vae.parameters()).dtype
 
     def forward(self, latents_BCHW: torch.Tensor) -> torch.Tensor:
@@ -143,11 +143,11 @@ def _added_sizes(config: Any) -> dict[str, int]:
 
 
 def decoder_shell(vae: Any) -> Shell:
-    """A VAE's decoder."""
+    """A VAE's decoder, or a tiny one in its place."""
     latents = torch.zeros(1, int(vae.config.latent_channels), *EXAMPLE_SIDES)
     scale = 2 ** (len(vae.config.block_out_channels) - 1)
     module = DecoderShell(vae).eval()
-    out_shape = _picture_shape(int(vae.config.out_channels), scale)
+    out_shape = _picture_shape(3, scale)
     return Shell("vae_decoder", module, {"latents": latents}, {"latents": (0, 2, 3)}, out_shape)
 
 

@@ -8,7 +8,6 @@ Shapes: B pictures, C channels, H W latents.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,21 +24,21 @@ OF_FAMILY = {"sdxl": "madebyollin/taesdxl"}
 OTHERS = "madebyollin/taesd"
 
 
-class TinyFront:
+class TinyFront(nn.Module):
     """A tiny decoder as `pictures.decode` calls a VAE: it takes latents as the U-Net gives them."""
 
     def __init__(self, decoder: nn.Module, channels: int, factor: int) -> None:
-        self._decoder, self.channels, self.factor = decoder, channels, factor
+        super().__init__()
+        self.decoder, self.channels, self.factor = decoder, channels, factor
         # Latents come as they are: scaling factor 1, and as many widths as tell `decode` the factor.
-        self.config = _Config(scaling_factor=1.0, block_out_channels=[0] * (factor.bit_length()))
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The decoder's weights."""
-        return self._decoder.parameters()
+        self.config = _Config(
+            scaling_factor=1.0, latent_channels=channels, block_out_channels=[0] * factor.bit_length(),
+            layers=str(decoder),
+        )  # fmt: skip
 
     def decode(self, latents_BCHW: torch.Tensor) -> Any:
         """Pixels of -1 to 1, under `sample`."""
-        return SimpleNamespace(sample=self._decoder(latents_BCHW))
+        return SimpleNamespace(sample=self.decoder(latents_BCHW))
 
 
 class _Config(dict[str, Any]):
@@ -65,7 +64,7 @@ def tiny_vae(applied: Applied, argument: str) -> None:
             f"tiny_vae:{source} makes {front.factor} pixels of each latent's side",
             allowed=f"a decoder that makes {model.vae_factor}, as the model's VAE",
         )
-    front._decoder.to(applied.device, dtype)
+    front.to(applied.device, dtype)
     applied.tiny_vae = front
     applied.notes.append(f"tiny_vae: decoded by {Path(source).name}, not by the model's VAE")
 
