@@ -83,6 +83,9 @@ ADDED = {
     "train recipes/sd15-lcm-lora.yaml": [*TUNED, "train.global_batch=4"],
     "train recipes/sdxl-dreambooth-lora.yaml": TUNED,
     "train recipes/sd15-lora.yaml data.folder=pictures/ adapter.trigger": [*TUNED, "--out", "runs/trigger"],
+    "train recipes/sd15-lora.yaml data.folder=photos/ train.blocks_to_swap": [
+        *(*TUNED, "train.blocks_to_swap=8", "--out", "runs/swapped"),
+    ],
     "train recipes/sd15-lora.yaml": TUNED,
     "train kohya.toml": TUNED,
     "train recipes/sd2-base-256.yaml": ["model.base=model/", "data.resolution=64", *STEPS],
