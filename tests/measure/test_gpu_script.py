@@ -265,12 +265,15 @@ def test_a_case_writes_its_rows_and_is_not_made_again(gpu, cases, tmp_path):
         "convolution",
         "convolution, channels last",
     ]
-    assert [row.case for row in rows[5:9]] == [
-        f"attention 8 x 64 x 40, {kernel}" for kernel in ("as PyTorch chooses", "flash", "cudnn", "efficient")
+    assert [row.case for row in rows[5:13]] == [
+        f"attention 8 x 64 x 40, {kernel}{also}"
+        for kernel in ("as PyTorch chooses", "flash", "cudnn", "efficient")
+        for also in ("", ", forward")
     ]
     measured = [row for row in rows[:-1] if not row.note]
     assert all(row.settings["rate"] > 0 for row in measured)
-    refused = {row.case.rpartition(", ")[2] for row in rows[:-1] if row.note.startswith("cannot: No viable")}
+    none = [row.case for row in rows[:-1] if row.note.startswith("cannot: No viable")]
+    refused = {case.removesuffix(", forward").rpartition(", ")[2] for case in none}
     assert not [row.note for row in rows if row.note.startswith("failed")]
     assert refused == {"cudnn", "efficient"}  # kernels that no CPU has
     assert gpu.done_in([lab.out]).keys() == {"card"}
