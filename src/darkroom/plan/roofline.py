@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -198,14 +198,9 @@ class Roofline:
         """Seconds of one stage on `rows` pictures, launches included; `share` of the work, where others do
         the rest.
         """
-        if (
-            stage == "decode"
-            and self.software.precision == "fp16"
-            and profile.facts.get("decodes_in_float32")
-        ):
-            software = replace(self.software, precision="float32", matmul_tf32=True, conv_tf32=True)
-            rounded = Roofline(self.card, software, cores=self._units, known=self._known)
-            return rounded.stage(profile, stage, rows, share=share)
+        in_float32 = stage == "decode" and profile.facts.get("decodes_in_float32")
+        if in_float32 and self.software.precision == "fp16":
+            return self._rounded.stage(profile, stage, rows, share=share)
         work = profile.work(stage)
         if not work.names:
             return TimeBreakdown()
@@ -220,6 +215,12 @@ class Roofline:
         sums = np.bincount(work.kinds, seconds, len(work.names))
         by_class = dict(zip(work.names, sums.tolist(), strict=True))
         return TimeBreakdown(compute, memory, max(0.0, launch), by_class=by_class)
+
+    @cached_property
+    def _rounded(self) -> Roofline:
+        """The same device where it computes in float32 with rounded factors."""
+        software = replace(self.software, precision="float32", matmul_tf32=True, conv_tf32=True)
+        return Roofline(self.card, software, cores=self._units, known=self._known)
 
     def _seconds_a_flop(self, work: KernelColumns) -> Floats:
         rates = [1 / self._rate(name if name in ARITHMETIC else "matmul") for name in work.names]

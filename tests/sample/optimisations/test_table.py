@@ -182,6 +182,20 @@ def test_auto_on_a_card_is_lossless():
     assert all(not optimisations.conflict(a, b) for a in compiled for b in compiled)
 
 
+@pytest.mark.parametrize("more", ["", "cuda_graphs", "compile", "compile_regional:max-autotune"])
+def test_channels_innermost_are_taken_on_a_card_only_with_a_compiler(more):
+    """PyTorch's own group norm would turn every tensor back."""
+    from darkroom.sample.optimisations.table import _with_auto, parse
+
+    place = optimisations.ComputeTarget(torch.device("cuda"), torch.float16)
+    taken, reasons = _with_auto(parse(["auto", more]), place)
+    compiled = more.startswith("compile")
+    assert ("channels_last" in {choice.name for choice in taken}) is compiled
+    assert (
+        any("leaves out channels_last: PyTorch's group norm" in reason for reason in reasons) is not compiled
+    )
+
+
 def test_pairs_are_refused_either_way_round():
     assert optimisations.conflict("fused_attention", "attention_slicing")
     assert optimisations.conflict("attention_slicing", "fused_attention")

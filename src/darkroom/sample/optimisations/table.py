@@ -334,7 +334,9 @@ def left_out(place: ComputeTarget) -> dict[str, str]:
         return {
             "compile": slow_start,
             "cuda_graphs": "holds the memory of every size it meets; small batches are far quicker with it",
-            "channels_last": "PyTorch's group norm turns every tensor back where nothing is compiled",
+            "channels_last": "gains nothing in float32"
+            if place.dtype == torch.float32
+            else "PyTorch's group norm turns every tensor back where nothing is compiled",
         }
     return {"channels_last": "gains nothing here", "fused_qkv": "gains nothing here", "compile": slow_start}
 
