@@ -60,7 +60,7 @@ class Case:
 
 
 CASES = (
-    Case("smoke", 40, "every path once on a tiny model, without compilers: what breaks on this device"),
+    Case("smoke", 60, "every path once on a tiny model, without compilers: what breaks on this device"),
     Case(
         "card", 15, "the device's own rates: product, bandwidth; convolutions by layout, attention by kernel"
     ),

@@ -239,6 +239,7 @@ def _drawing_paths(lab: Lab) -> dict[str, Callable[[], object]]:
         "auto",
         "channels_last",
         "fused_qkv",
+        "fused_norm",
         "attention_slicing",
         "vae_slicing",
         "vae_tiling:64",
@@ -253,6 +254,8 @@ def _drawing_paths(lab: Lab) -> dict[str, Callable[[], object]]:
     paths["draw float32"] = lambda: draw("auto", "float32")
     paths["draw bf16"] = lambda: draw("auto", "bf16")
     paths["draw float32 as on the CPU"] = lambda: _pictures_as_on_the_cpu(lab)
+    if lab.on_cuda:
+        paths["draw fused_norm as without"] = lambda: _pictures_with_fused_norm(lab)
     paths["draw with a LoRA and a ControlNet"] = lambda: _steered(lab)
     paths["serve mixed rounds"] = lambda: _rounds(lab)
     return paths
@@ -315,6 +318,27 @@ def _pictures_as_on_the_cpu(lab: Lab) -> dict[str, Any]:
     if not far <= ALIKE * seeds:
         raise ValueError(f"{far:.1f} levels between here and the CPU, {seeds:.1f} between two seeds")
     return {"levels": far, "levels_between_seeds": seeds}
+
+
+LOSSLESS_LEVELS = 2.0
+"""Of 255, in the mean of a picture: what an optimisation that calls itself lossless may move in float32."""
+
+
+def _pictures_with_fused_norm(lab: Lab) -> dict[str, Any]:
+    """Pictures in float32 with the kernels of `fused_norm` and with PyTorch's own operations."""
+    levels: dict[str, Any] = {}
+    for family in ("tiny",) if lab.tiny else ("sd15", "sd2"):
+        drawing = lab.drawing(family, 256, "float32", steps=4, prompts=3)
+        plain, fused, other = (
+            drawing.run(drawing.open(names), seed=seed)
+            for names, seed in (("fused_attention", 0), ("fused_norm", 0), ("fused_attention", 9))
+        )
+        far = max(_difference(a.image, b.image) for a, b in zip(plain, fused, strict=True))
+        seeds = min(_difference(a.image, b.image) for a, b in zip(plain, other, strict=True))
+        levels[family], levels[f"{family}, two seeds"] = far, seeds
+        if far > LOSSLESS_LEVELS or seeds <= LOSSLESS_LEVELS:
+            raise ValueError(f"{far:.2f} levels with fused_norm, {seeds:.1f} between two seeds")
+    return levels
 
 
 def _rounds(lab: Lab) -> dict[str, Any]:
@@ -537,7 +561,7 @@ def batches(family: str, side: int, most: int, steps: int) -> Callable[[Lab], Ro
     def run(lab: Lab) -> Rows:
         drawing = lab.drawing(family, side, steps=2 if lab.tiny else steps)
         flops, batch = drawing.flops_per_image(), 1
-        backend = drawing.open("auto")
+        backend = drawing.open("auto,cuda_graphs" if lab.on_cuda else "auto")  # as `generate` does
         while batch <= (2 if lab.tiny else most):
             peak = PeakMemory(lab.device)
             try:
@@ -794,7 +818,7 @@ CASES: dict[str, Callable[[Lab], Rows]] = {
     "smoke": smoke,
     "card": card,
     "sd15-b1": optimisations("sd15", 512, ("auto",)),
-    "sd15-b1-graphs": optimisations("sd15", 512, ("fused_qkv,channels_last,cuda_graphs",)),
+    "sd15-b1-graphs": optimisations("sd15", 512, ("fused_qkv,cuda_graphs", "auto,cuda_graphs")),
     "sd2-train": pretrain("sd2", 512, FAST),
     "sd15-batch": batches("sd15", 512, 64, 20),
     "sdxl-batch": batches("sdxl", 1024, 8, 20),
@@ -802,7 +826,10 @@ CASES: dict[str, Callable[[Lab], Rows]] = {
     "profile": profile,
     "sd15-b8": optimisations(
         "sd15", 512,
-        ("auto", "channels_last", "fused_qkv", "lean", "cuda_graphs", "channels_last,compile_regional"),
+        (
+            "auto", "fused_qkv,lean", "fused_norm", "cuda_graphs", "auto,cuda_graphs",
+            "channels_last,compile_regional",
+        ),
         steps=10, prompts=8,
     ),
     "sd2-train-compile": pretrain("sd2", 512, FAST, "bf16,fused_adamw", f"{FAST},compile_regional", batch=32),

@@ -209,6 +209,8 @@ def generate(
     for call in calls:
         _check_before(model, call, compute, place, dtype, limit, in_files, from_image=given.image is not None)
     opened = compute.open(model, None if in_files else dtype, lies_on)
+    if limit is None and compute.backend == "torch":
+        sample.optimisations.set_layout(opened, compute.optimise, place)
     if given.embeddings is not None:
         models.add_embeddings(opened, words)
         used = ", ".join(one.name for one in words) or "none is named in the prompts"

@@ -12,6 +12,7 @@ from darkroom.libraries import waiting
 
 with waiting():
     from diffusers.configuration_utils import ConfigMixin, register_to_config
+    from diffusers.models.activations import GEGLU
     from diffusers.models.attention import BasicTransformerBlock, FeedForward
     from diffusers.models.attention_processor import (
         Attention,
@@ -25,6 +26,7 @@ with waiting():
     from diffusers.models.modeling_outputs import Transformer2DModelOutput
     from diffusers.models.modeling_utils import ModelMixin
     from diffusers.models.resnet import ResnetBlock2D
+    from diffusers.models.transformers.transformer_2d import Transformer2DModel
     from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
     from diffusers.utils import peft_utils
     from transformers import (
@@ -36,6 +38,7 @@ with waiting():
     )
 
 __all__ = [
+    "GEGLU",
     "Attention",
     "AttnProcessor",
     "AttnProcessor2_0",
@@ -53,6 +56,7 @@ __all__ = [
     "ModelMixin",
     "PreTrainedModel",
     "ResnetBlock2D",
+    "Transformer2DModel",
     "Transformer2DModelOutput",
     "UNet2DConditionModel",
     "register_to_config",

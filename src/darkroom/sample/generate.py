@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 
 LOG = logging.getLogger("darkroom")
+WORTH_CAPTURING = 16
+"""Calls of the U-Net: a capture takes as long as four."""
 
 
 def generate(
@@ -297,7 +300,9 @@ class Generation:
     ) -> tuple[Backend, int]:
         """The backend, and how many pictures may share a U-Net call."""
         if memory is None:
-            backend = open_backend(name, self.model, optimise=optimise, device=device, notice=notice)
+            backend = open_backend(
+                name, self.model, optimise=optimise, device=device, steady=self._is_steady(), notice=notice
+            )
             self._follow_free_memory(backend)
             return backend, CALL_PICTURES
         if name != "torch":
@@ -318,6 +323,11 @@ class Generation:
         )
         notice(plan.says())
         return torch_backend(applied), plan.pictures_a_call
+
+    def _is_steady(self) -> bool:
+        """Whether enough calls of the U-Net follow each other for capturing them to pay."""
+        calls = len(self.table) * math.ceil(self.num_pictures / self.first.rows_a_call)
+        return calls >= WORTH_CAPTURING and not self.controls.nets
 
     def _follow_free_memory(self, backend: Backend) -> None:
         """Where more pictures are asked for than a call has, as many as the card has memory for.

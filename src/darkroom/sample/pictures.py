@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,14 +170,16 @@ def _decoding_precision(vae: Any) -> Iterator[None]:
     keep float16's 10 bits, with which a card is many times as fast.
     """
     upcast = next(vae.parameters()).dtype == torch.float16 and bool(vae.config.get("force_upcast"))
+    # diffusers' own `to` warns of nothing.
+    cast = partial(nn.Module.to, vae) if isinstance(vae, nn.Module) else vae.to
     if upcast:
-        nn.Module.to(vae, torch.float32)  # diffusers' own `to` warns of nothing
+        cast(torch.float32)
     try:
         with accelerator.RoundedFloat32() if upcast else nullcontext():
             yield
     finally:
         if upcast:
-            nn.Module.to(vae, torch.float16)
+            cast(torch.float16)
 
 
 def _to_images(pixels_B3HW: torch.Tensor) -> list[Image.Image]:

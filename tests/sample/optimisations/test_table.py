@@ -17,7 +17,7 @@ from darkroom.models.adapters.adapter import Change
 from darkroom.models.adapters.bank import Bank, Staged, lay_out
 from darkroom.sample import optimisations
 from darkroom.sample.likeness import likeness
-from darkroom.sample.optimisations import compiled
+from darkroom.sample.optimisations import compiled, table
 from models.made_adapters import made
 
 SETTINGS = {"steps": 4, "seed": 3, "guidance": 5.0, "size": (64, 32)}
@@ -129,6 +129,7 @@ def test_every_optimisation_is_listed_with_what_it_is():
         ("tf32", "Ampere"),
         ("fp8", "Ada"),
         ("cuda_graphs", "CUDA graphs are of CUDA; this is cpu"),
+        ("fused_norm", "for NVIDIA cards since Turing"),
         ("offload_model", "CUDA card to main memory"),
         ("offload_sequential", "CUDA card to main memory"),
         ("offload_group", "CUDA card to main memory"),
@@ -171,29 +172,87 @@ def test_auto_steps_back_from_what_was_asked_for(tiny):
     assert any("leaves out fused_attention" in reason for reason in applied.reasons)
 
 
-def test_auto_on_a_card_is_lossless():
-    place = optimisations.ComputeTarget(torch.device("cuda"), torch.float16)
-    from darkroom.sample.optimisations.table import best
+@pytest.fixture
+def card(monkeypatch):
+    """A card of Hopper, with Triton and a C compiler beside it."""
+    monkeypatch.setattr("darkroom.sample.optimisations.applied.capability", lambda device: (9, 0))
+    monkeypatch.setattr("darkroom.sample.optimisations.fused_norm.lacks_c_compiler", lambda name: None)
+    return optimisations.ComputeTarget(torch.device("cuda"), torch.float16)
 
-    picked, compiled = best(place), best(place, compiled=True)
-    assert set(picked) == {"fused_attention", "lean", "fused_qkv"}
-    assert set(compiled) == {*picked, "channels_last"}
-    assert all(optimisations.OPTIMISATIONS[name].kind == optimisations.LOSSLESS for name in compiled)
-    assert all(not optimisations.conflict(a, b) for a in compiled for b in compiled)
+
+def taken_by_auto(place, more="", *, steady=False):
+    taken, reasons = table._with_auto(table.parse(["auto", more]), place, steady=steady)
+    return {choice.name for choice in taken}, reasons
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_auto_on_a_card_is_lossless(card, captured):
+    picked, compiled = (
+        table.best(card, captured=captured),
+        table.best(card, compiled=True, captured=captured),
+    )
+    own = {"cuda_graphs", "fused_norm"} if captured else {"lean"}
+    assert set(picked) == {"fused_attention", "fused_qkv", *own}
+    assert set(compiled) == {"fused_attention", "lean", "fused_qkv", "channels_last"}
+    for names in (picked, compiled):
+        assert all(optimisations.OPTIMISATIONS[name].kind == optimisations.LOSSLESS for name in names)
+        assert all(not optimisations.conflict(a, b) for a in names for b in names)
 
 
 @pytest.mark.parametrize("more", ["", "cuda_graphs", "compile", "compile_regional:max-autotune"])
-def test_channels_innermost_are_taken_on_a_card_only_with_a_compiler(more):
+def test_channels_innermost_come_with_a_compiler_or_the_kernels_that_read_them(card, more):
     """PyTorch's own group norm would turn every tensor back."""
-    from darkroom.sample.optimisations.table import _with_auto, parse
+    taken, reasons = taken_by_auto(card, more)
+    assert ("channels_last" in taken) is more.startswith("compile")
+    assert ("fused_norm" in taken) is (more == "cuda_graphs")
+    why = {"": "PyTorch's group norm turns", "cuda_graphs": "is part of fused_norm"}.get(more)
+    said = [reason for reason in reasons if "leaves out channels_last" in reason]
+    assert [why in reason for reason in said] == ([] if why is None else [True])
 
-    place = optimisations.ComputeTarget(torch.device("cuda"), torch.float16)
-    taken, reasons = _with_auto(parse(["auto", more]), place)
-    compiled = more.startswith("compile")
-    assert ("channels_last" in {choice.name for choice in taken}) is compiled
-    assert (
-        any("leaves out channels_last: PyTorch's group norm" in reason for reason in reasons) is not compiled
-    )
+
+def test_auto_captures_only_what_goes_on_in_one_size(card):
+    assert {"cuda_graphs", "fused_norm"} <= taken_by_auto(card, steady=True)[0]
+    assert not {"cuda_graphs", "fused_norm"} & taken_by_auto(card)[0]
+    for more in ("feature_cache", "offload_model", "compile"):
+        taken, _ = taken_by_auto(card, more, steady=True)
+        assert not {"cuda_graphs", "fused_norm"} & taken
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "lack"),
+    [((7, 0), torch.float16, "Turing"), ((0, 0), torch.float16, "Turing"), ((9, 0), torch.float32, None)],
+)
+def test_auto_leaves_the_kernels_out_where_they_do_not_pay(card, monkeypatch, capability, dtype, lack):
+    """On a Volta, on AMD's, whose capability is said to be (0, 0), and in float32."""
+    monkeypatch.setattr("darkroom.sample.optimisations.applied.capability", lambda device: capability)
+    taken, reasons = taken_by_auto(optimisations.ComputeTarget(torch.device("cuda"), dtype), steady=True)
+    assert not {"fused_norm", "channels_last"} & taken
+    said = [reason for reason in reasons if "fused_norm" in reason]
+    assert [lack in reason for reason in said] == ([True] if lack else [])
+    why = "gains nothing in float32" if lack is None else "PyTorch's group norm turns"
+    assert any(f"leaves out channels_last: {why}" in reason for reason in reasons)
+
+
+def test_auto_without_triton_says_what_is_missing(card, monkeypatch):
+    said = "fused_norm needs Triton, which is not installed"
+    monkeypatch.setattr("darkroom.sample.optimisations.fused_norm.lacks_c_compiler", lambda name: said)
+    taken, reasons = taken_by_auto(card, steady=True)
+    assert "fused_norm" not in taken
+    assert f"auto leaves out fused_norm: {said}" in reasons
+
+
+def test_a_model_of_ones_own_is_laid_out_in_place(monkeypatch, card):
+    """So that a command holds its weights once."""
+    model = models.create("tiny")
+    weight = model.unet.conv_in.weight
+    optimisations.set_layout(model, "auto,channels_last", "cpu")
+    assert weight is model.unet.conv_in.weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    own = optimisations.optimise(model, "channels_last").model.unet.conv_in.weight
+    assert own.data_ptr() == weight.data_ptr()
+    other = models.create("tiny")
+    optimisations.set_layout(other, "auto", "cpu")
+    assert not other.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_pairs_are_refused_either_way_round():

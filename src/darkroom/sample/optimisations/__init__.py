@@ -27,6 +27,7 @@ from darkroom.sample.optimisations.table import (
     optimise,
     parse,
     place_of,
+    set_layout,
 )
 
 __all__ = [
@@ -49,4 +50,5 @@ __all__ = [
     "optimise",
     "parse",
     "place_of",
+    "set_layout",
 ]

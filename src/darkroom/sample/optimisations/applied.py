@@ -273,7 +273,7 @@ class VaeFront:
         """Another type for the weights. Those in the old one are freed here, perhaps by another thread's
         stream than they were made on, before they have been read."""
         used_here(*self._vae.parameters())
-        self._vae.to(dtype)
+        nn.Module.to(self._vae, dtype)  # diffusers' own `to` warns of nothing
 
     def decode(self, latents_BCHW: torch.Tensor) -> Any:
         """Pixels of -1 to 1, under `sample`."""

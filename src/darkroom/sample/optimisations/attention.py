@@ -90,12 +90,13 @@ def _is_plain_feed_forward(module: Any) -> bool:
     return kinds[1:] in ([nn.Dropout, nn.Linear], [nn.Dropout, nn.Linear, nn.Dropout])
 
 
-def _is_plain_resnet(module: Any) -> bool:
+def is_plain_resnet(module: Any) -> bool:
+    """Whether a residual block does what nearly all do, but that a VAE's knows no time."""
+    usual = "default" if module.time_emb_proj is not None else "group"
     return (
         module.upsample is None
         and module.downsample is None
-        and module.time_emb_proj is not None
-        and module.time_embedding_norm == "default"
+        and module.time_embedding_norm in ("default", usual)
         and not module.skip_time_act
         and module.output_scale_factor == 1
         and type(module.nonlinearity) is nn.SiLU
@@ -229,7 +230,7 @@ PLAIN: dict[type[nn.Module], tuple[Callable[[Any], bool], type[nn.Module]]] = {
     Attention: (_is_plain_attention, LeanAttention),
     BasicTransformerBlock: (_is_plain_block, LeanBlock),
     FeedForward: (_is_plain_feed_forward, LeanFeedForward),
-    ResnetBlock2D: (_is_plain_resnet, LeanResnet),
+    ResnetBlock2D: (lambda m: m.time_emb_proj is not None and is_plain_resnet(m), LeanResnet),
 }
 """What diffusers' class must be like to be replaced, and by which."""
 

@@ -5,7 +5,6 @@ Compiled code is kept on disk by PyTorch's own cache, so that the next process s
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import shutil
@@ -25,6 +24,7 @@ from darkroom.models.adapters.bank import SLOTS, rows_of
 from darkroom.models.compiling import MOST_SHAPES, Compiled, CompiledBlocks
 from darkroom.sample.denoise import Unet
 from darkroom.sample.optimisations.applied import Applied, CallOf, ComputeTarget
+from darkroom.sample.optimisations.fused_norm import lacks_c_compiler
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CAPTURE_WARMUP = 3
@@ -88,12 +88,7 @@ def lacks_compiler(place: ComputeTarget) -> str | None:
     wanted = os.environ.get("CXX", names[0])
     if place.device.type == "cpu" and not any(map(shutil.which, (wanted, *names[1:]))):
         return f"torch.compile needs a C++ compiler on a CPU, and there is no {' or '.join(names)}"
-    compilers = (os.environ.get("CC", "gcc"), "clang")
-    if place.device.type == "cuda" and os.name == "posix" and not any(map(shutil.which, compilers)):
-        return "torch.compile's Triton needs a C compiler, and there is no gcc or clang"
-    if place.device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "torch.compile needs Triton, which is not installed (on Windows: pip install triton-windows)"
-    return None
+    return lacks_c_compiler("torch.compile") if place.device.type == "cuda" else None
 
 
 def trace(applied: Applied, argument: str) -> None:

@@ -4,7 +4,7 @@ from it: names to a model with those in place, or the reason why not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from darkroom.errors import InputError
 from darkroom.hardware.accelerator import kind_of
 from darkroom.models.adapters.bank import ROWS
 from darkroom.models.image_attention import ImageAttention
-from darkroom.sample.optimisations import attention, compiled, offload, precision, steps
+from darkroom.sample.optimisations import attention, compiled, fused_norm, offload, precision, steps
 from darkroom.sample.optimisations.applied import (
     LOSSLESS,
     LOSSY,
@@ -37,6 +37,7 @@ OWN_CODE = "it makes one piece of code of the whole U-Net"
 FROM_FILES = "weights are called as they lie in the files"
 MOVING = "weights move between calls"
 HOOKS = "the hooks that move weights cannot take quantised ones apart"
+FUSES = "compiled code fuses norms by itself"
 NO_PYTHON = "it leaves no Python to spare"
 BY_PARTS = "feature_cache calls the U-Net's layers one by one"
 
@@ -94,6 +95,16 @@ OPTIMISATIONS: dict[str, Optimisation] = {
             excludes={
                 "unfused_attention": "it is fused attention",
                 "attention_slicing": "it is fused attention",
+            },
+            needs_unet=True,
+        ),
+        Optimisation(
+            "fused_norm", LOSSLESS, "norm with SiLU, biases and sums in Triton kernels; channels innermost",
+            fused_norm.fused_norm, fused_norm.lacks_triton,
+            excludes={
+                "compile": FUSES, "compile_regional": FUSES, "trace": "a trace cannot hold its kernels",
+                "offload_sequential": MOVING, "offload_group": MOVING, "offload_mmap": MOVING,
+                "autocast": ONE_TYPE,
             },
             needs_unet=True,
         ),
@@ -202,21 +213,24 @@ def optimise(
     names: Sequence[str] | str = AUTO,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    *,
+    steady: bool = False,
 ) -> Applied:
     """Put named optimisations in place; the model itself stays as it is.
 
     `names` are those of `OPTIMISATIONS`, an argument after a colon (`feature_cache:3`), `auto` for the
     best lossless set for the device, `none` for the model as it is; one text may hold several, with
     commas. `device` is where the work is done, the weights' own device unless said; `dtype` what it is
-    done in, the weights' own type unless said. InputError for names that are unknown, do not go together,
-    or cannot work on the device.
+    done in, the weights' own type unless said. `steady` says that many calls of one size follow each other,
+    without nets: `auto` may capture them then. InputError for names that are unknown, do not go together, or
+    cannot work on the device.
     """
     place = place_of(model, device)
     choices = parse(names)
     reasons: list[str] = []
     if any(choice.name == AUTO for choice in choices):
         chosen_names = {choice.name for choice in choices}
-        choices, reasons = _with_auto(choices, place)
+        choices, reasons = _with_auto(choices, place, steady=steady)
         if (
             hasattr(model.unet, ROWS) or _has_own_attention(model)
         ) and "fused_qkv" not in chosen_names:  # a fused layer would pass adapters by
@@ -233,6 +247,20 @@ def optimise(
     for choice in ordered:
         OPTIMISATIONS[choice.name].apply(applied, choice.argument)
     return applied
+
+
+def set_layout(model: Model, names: Sequence[str] | str, device: torch.device | str) -> None:
+    """Lay a model's weights as these optimisations will read them, in place: for a model that nobody else
+    uses, so that `optimise` makes no second copy of them.
+    """
+    place = place_of(model, device)
+    choices = parse(names)
+    if any(choice.name == AUTO for choice in choices):
+        choices, _ = _with_auto(choices, place, steady=False)
+    if {"channels_last", "fused_norm"} & {choice.name for choice in choices}:
+        for part in (model.unet, model.vae):
+            if part is not None:
+                part.to(memory_format=torch.channels_last)
 
 
 def _has_own_attention(model: Model) -> bool:
@@ -314,50 +342,65 @@ def conflict(one: str, other: str) -> str | None:
     return OPTIMISATIONS[one].excludes.get(other) or OPTIMISATIONS[other].excludes.get(one)
 
 
-def best(place: ComputeTarget, *, compiled: bool = False) -> dict[str, str]:
+def best(place: ComputeTarget, *, compiled: bool = False, captured: bool = False) -> dict[str, str]:
     """What `auto` takes on a device, each with its reason. All of it is lossless."""
-    picked = {
-        "fused_attention": "never slower, and holds no scores",
-        "lean": "the same operations with less Python around them",
-    }
+    picked = {"fused_attention": "never slower, and holds no scores"}
+    captured = captured and place.on_cuda and not compiled
+    if captured:
+        picked["cuda_graphs"] = "the same calls many times, launched at once"
+    else:
+        picked["lean"] = "the same operations with less Python around them"
     if place.on_cuda:
         picked["fused_qkv"] = "fewer and larger products"
-        if compiled and place.dtype != torch.float32:
-            picked["channels_last"] = "tensor cores read channels innermost"
+        if place.dtype != torch.float32:
+            if compiled:
+                picked["channels_last"] = "tensor cores read channels innermost"
+            elif captured:
+                picked["fused_norm"] = "features are read and written less often"
     return picked
 
 
-def left_out(place: ComputeTarget) -> dict[str, str]:
-    """Lossless ones that `auto` leaves to the user, each with its reason."""
+def left_out(place: ComputeTarget, taken: Collection[str]) -> dict[str, str]:
+    """Lossless ones that `auto` leaves to the user next to those `taken`, each with its reason."""
     slow_start = "compiling takes longer than a few pictures"
-    if place.on_cuda:
+    if not place.on_cuda:
         return {
+            "channels_last": "gains nothing here",
+            "fused_qkv": "gains nothing here",
             "compile": slow_start,
-            "cuda_graphs": "holds the memory of every size it meets; small batches are far quicker with it",
-            "channels_last": "gains nothing in float32"
-            if place.dtype == torch.float32
-            else "PyTorch's group norm turns every tensor back where nothing is compiled",
         }
-    return {"channels_last": "gains nothing here", "fused_qkv": "gains nothing here", "compile": slow_start}
+    found = {
+        "compile": slow_start,
+        "cuda_graphs": "holds the memory of every size it meets; small batches are far quicker with it",
+    }
+    if place.dtype == torch.float32:
+        return found | {"channels_last": "gains nothing in float32"}
+    if not {"compile", "compile_regional"} & set(taken):
+        found["fused_norm"] = "uncaptured it takes longer to launch; it pays where the card is the slower one"
+    turns = "PyTorch's group norm turns every tensor back where nothing is compiled"
+    return found | {"channels_last": "is part of fused_norm" if "fused_norm" in taken else turns}
 
 
-def _with_auto(choices: list[Choice], place: ComputeTarget) -> tuple[list[Choice], list[str]]:
+def _with_auto(
+    choices: list[Choice], place: ComputeTarget, *, steady: bool
+) -> tuple[list[Choice], list[str]]:
     """The choices with `auto` replaced by what it takes besides the others."""
     named = [choice for choice in choices if choice.name != AUTO]
-    taken, reasons = list(named), []
-    compiled = any(choice.name in ("compile", "compile_regional") for choice in choices)
-    for name, reason in best(place, compiled=compiled).items():
-        if name in {choice.name for choice in named}:
+    names = {choice.name for choice in named}
+    compiled = bool({"compile", "compile_regional"} & names)
+    captured = "cuda_graphs" in names or (steady and not any(conflict("cuda_graphs", name) for name in names))
+    taken, picked, out = list(named), [], {}
+    for name, reason in best(place, compiled=compiled, captured=captured).items():
+        if name in names:
             continue
-        against = next((c.name for c in named if conflict(name, c.name)), None)
+        against = next((one for one in names if conflict(name, one)), None)
         if place.is_dit and OPTIMISATIONS[name].needs_unet:
-            reasons.append(f"auto leaves out {name}: it is of U-Nets")
-            continue
-        if against or OPTIMISATIONS[name].lacks(place):
-            reasons.append(f"auto leaves out {name}: not with {against}")
-            continue
-        taken.append(Choice(name))
-        reasons.append(f"auto picks {name}: {reason}")
+            out[name] = "it is of U-Nets"
+        elif lack := f"not with {against}" if against else OPTIMISATIONS[name].lacks(place):
+            out[name] = lack
+        else:
+            taken.append(Choice(name))
+            picked.append(f"auto picks {name}: {reason}")
     have = {choice.name for choice in taken}
-    reasons += [f"auto leaves out {name}: {why}" for name, why in left_out(place).items() if name not in have]
-    return taken, reasons
+    left = {name: why for name, why in left_out(place, have).items() if name not in have}
+    return taken, [*picked, *(f"auto leaves out {name}: {why}" for name, why in (left | out).items())]
