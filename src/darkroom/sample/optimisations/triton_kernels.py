@@ -2,8 +2,8 @@
 convolution's output with its bias and what it is added to.
 
 PyTorch's group norm turns such a tensor back first, and takes another pass over the memory for SiLU, for a
-bias and for each sum. Here statistics are of shifted values (Chan, Golub and LeVeque 1983, "Algorithms for
-computing the sample variance"), and everything is summed in float32. How a row is divided among programs
+bias and for each sum. Here a group's mean and variance are joined from those of its parts (Chan, Golub and
+LeVeque 1983, "Algorithms for computing the sample variance"), in float32. How a row is divided among programs
 depends on its own size, so a row's numbers do not change with the rows that share its batch.
 
 Shapes: B rows, L places, C channels, D width.
