@@ -750,11 +750,8 @@ def test_software_and_number_formats_change_the_plan_and_say_what_they_rest_on(c
     own, theirs, graphs = (
         plan_of(capsys, *half, "--software", name)[0] for name in ("darkroom", "diffusers", "tensorrt")
     )
-    assert graphs["step_s"]["launch"] == own["step_s"]["launch"] == 0 < theirs["step_s"]["launch"]
-    assert theirs["step_s"]["total"] > own["step_s"]["total"]
-    assert any(note.startswith("drawn with fused_norm and cuda_graphs") for note in own["notes"])
-    for other in (("--gpu", "V100-16", "--precision", "fp16"), ("--gpu", "H100", "--precision", "float32")):
-        assert not any("fused_norm" in note for note in plan_of(capsys, *other)[0]["notes"])
+    assert graphs["step_s"]["launch"] == 0 < own["step_s"]["launch"]
+    assert theirs["step_s"]["total"] >= own["step_s"]["total"]
     assert any(note.startswith("diffusers: plain PyTorch") for note in theirs["notes"])
     assert any("TensorRT is taken as" in note for note in graphs["notes"])
     widths = [one["intervals"]["step_s"]["high"] / one["step_s"]["total"] for one in (own, graphs)]

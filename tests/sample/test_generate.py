@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import sys
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from darkroom.errors import InputError
 from darkroom.models.model import Model
 from darkroom.options import SOLVERS
 from darkroom.sample import generate
+from darkroom.sample.backends import open_backend
 from darkroom.sample.generate import GenerateSettings
 from darkroom.sample.pictures import Picture
 
@@ -314,3 +318,23 @@ def test_models_that_cannot_generate_are_refused(tiny: Model, small_xl: Model) -
             generate(refiner, "a horse")
     finally:
         refiner.text_encoders[0].config.projection_dim = 32
+
+
+def test_a_job_is_gone_when_its_pictures_are_made(tiny, monkeypatch):
+    """Without a collection of cycles: it holds copies of weights, and on a card captured graphs."""
+    opened = []
+
+    def opening(*given, **named):
+        backend = open_backend(*given, **named)
+        opened.append(weakref.ref(backend))
+        return backend
+
+    monkeypatch.setattr(sys.modules["darkroom.sample.generate"], "open_backend", opening)
+    gc.collect()
+    gc.disable()
+    try:
+        made = generate(tiny, "a red circle", steps=2, size=(32, 32), num=3, batch_rows=2)
+        assert len(made) == 3
+        assert [one() for one in opened] == [None]
+    finally:
+        gc.enable()

@@ -351,7 +351,6 @@ def _asked_pictures(name: str, settings: PictureSettings, plan: Any) -> PlanRequ
         precision=USUAL_PRECISION,
         attention=settings.attention,
         channels_last=layout_of(settings.channels_last),
-        engine="graphs",
     )
 
 

@@ -86,7 +86,6 @@ SOFTWARE = {
 }
 """Whose program runs it: the engine it stands for, and what its figures rest on."""
 QUANTISED = ("fp8", "int8")
-CAPTURED = "drawn with fused_norm and cuda_graphs, by torch.compile's constants; measured on one H200"
 
 Layout = Callable[[str, Where, bool], bool]
 """Whether tensors lie channels last, of a precision, a place, and whether a compiler fuses the kernels."""
@@ -113,8 +112,6 @@ class PlanRequest:
     precision: str = "auto"
     attention: str = "fused"
     channels_last: Layout = lambda precision, where, compiled: True
-    engine: str = "eager"
-    """What pictures are drawn by on a card for which `auto` takes `fused_norm`."""
     settings: dict[str, Any] = field(default_factory=dict)
     remade: Callable[[Mapping[str, Any]], PlanRequest] | None = (
         None  # with other settings and the same counts
@@ -147,8 +144,6 @@ def software_of(asked: PlanRequest, target: Target, where: Where) -> Software:
         raise InputError(f"--software tensorrt on {where.card.name}", allowed="NVIDIA's cards")
     if engine == "eager" and asked.settings.get("compile"):
         engine = "compile"
-    if engine == "eager" and target.software == "darkroom" and _has_fused_norm(where.card, precision):
-        engine = asked.engine
     if quantised and where.card.kind == "cpu" and quantised in where.card.flops:
         engine = "compile"  # OpenVINO, which fuses what follows a product
     return Software(
@@ -164,16 +159,6 @@ def software_of(asked: PlanRequest, target: Target, where: Where) -> Software:
     )
 
 
-def _has_fused_norm(card: Card, precision: str) -> bool:
-    """Whether `auto` takes `fused_norm` there: NVIDIA's cards since Turing, in half precision."""
-    return (
-        card.kind == "gpu"
-        and card.architecture in NVIDIA
-        and card.architecture != "Volta"
-        and precision != "float32"
-    )
-
-
 def runs_tensorrt(card: Card) -> bool:
     """Whether TensorRT has kernels for a card."""
     return card.kind == "gpu" and card.architecture in NVIDIA
@@ -184,8 +169,6 @@ def software_notes(target: Target, where: Where, software: Software) -> Iterator
     card, gpu = where.card, where.card.kind == "gpu"
     if SOFTWARE[target.software][1]:
         yield SOFTWARE[target.software][1]
-    elif software.engine == "graphs":
-        yield CAPTURED
     if gpu and software.precision == "bf16" and "bf16" not in card.flops:
         yield f"{card.name} has no bf16 units: it computes in float32"
     if software.quantised and software.quantised not in card.flops:

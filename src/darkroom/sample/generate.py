@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
 
 
 LOG = logging.getLogger("darkroom")
-WORTH_CAPTURING = 16
-"""Calls of the U-Net: a capture takes as long as four."""
 
 
 def generate(
@@ -192,12 +189,16 @@ def _pictures(
             made += job.finish(start + first, larger)
         return made
 
-    def fitted(start: int, count: int) -> list[Picture]:
-        """The same, in halves where the device's memory does not hold them: what was free may be no more."""
-        nonlocal done
+    pictures: list[Picture] = []
+    size = job.rows_a_call if batch_rows is None else batch_rows
+    # In halves where the device's memory does not hold them: what was free may be no more.
+    waiting = list(_chunks(job.num_pictures, size))[::-1]
+    while waiting:
+        start, count = waiting.pop()
         before = done
         try:
-            return chunk(start, count)
+            pictures += chunk(start, count)
+            continue
         except (RuntimeError, MemoryError) as error:
             if count == 1 or not is_out_of_memory(error):
                 raise
@@ -205,11 +206,7 @@ def _pictures(
         done, half = before, count // 2
         empty_cache()
         LOG.warning("no memory for %d pictures a U-Net call: %d are tried", count, half)
-        return [*fitted(start, half), *fitted(start + half, count - half)]
-
-    pictures: list[Picture] = []
-    for start, count in _chunks(job.num_pictures, job.rows_a_call if batch_rows is None else batch_rows):
-        pictures += fitted(start, count)
+        waiting += [(start + half, count - half), (start, half)]
     return pictures
 
 
@@ -300,9 +297,7 @@ class Generation:
     ) -> tuple[Backend, int]:
         """The backend, and how many pictures may share a U-Net call."""
         if memory is None:
-            backend = open_backend(
-                name, self.model, optimise=optimise, device=device, steady=self._is_steady(), notice=notice
-            )
+            backend = open_backend(name, self.model, optimise=optimise, device=device, notice=notice)
             self._follow_free_memory(backend)
             return backend, CALL_PICTURES
         if name != "torch":
@@ -323,11 +318,6 @@ class Generation:
         )
         notice(plan.says())
         return torch_backend(applied), plan.pictures_a_call
-
-    def _is_steady(self) -> bool:
-        """Whether enough calls of the U-Net follow each other for capturing them to pay."""
-        calls = len(self.table) * math.ceil(self.num_pictures / self.first.rows_a_call)
-        return calls >= WORTH_CAPTURING and not self.controls.nets
 
     def _follow_free_memory(self, backend: Backend) -> None:
         """Where more pictures are asked for than a call has, as many as the card has memory for.

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 from darkroom import models
+from darkroom.sample.memory import count_needs
 from darkroom.sample.optimisations.applied import look_alike
 from darkroom.sample.optimisations.attention import make_lean
 from darkroom.sample.optimisations.fused_norm import (
@@ -122,6 +124,17 @@ def test_a_model_in_float16_that_decodes_in_float32_goes_back():
     [picture] = applied.decode(torch.randn(1, 4, 8, 8, dtype=torch.float16))
     assert picture.size == (32, 32)
     assert {p.dtype for p in applied.model.vae.parameters()} == {torch.float16}
+
+
+def test_what_is_counted_has_no_values_for_a_kernel(model):
+    """A fused model is counted as any other: its calls see shapes alone."""
+    plain = count_needs(model, (64, 64))
+    unet, vae = look_alike(model.unet), look_alike(model.vae)
+    for part in (unet, vae):
+        fuse_norms(part)
+    fused = count_needs(replace(model, unet=unet, vae=vae), (64, 64))
+    assert fused.weights == plain.weights
+    assert {type(module) for module in unet.modules()} & {FusedResnet, FusedTransformer}
 
 
 @triton

@@ -180,8 +180,8 @@ def card(monkeypatch):
     return optimisations.ComputeTarget(torch.device("cuda"), torch.float16)
 
 
-def taken_by_auto(place, more="", *, steady=False):
-    taken, reasons = table._with_auto(table.parse(["auto", more]), place, steady=steady)
+def taken_by_auto(place, more=""):
+    taken, reasons = table._with_auto(table.parse(["auto", more]), place)
     return {choice.name for choice in taken}, reasons
 
 
@@ -191,8 +191,8 @@ def test_auto_on_a_card_is_lossless(card, captured):
         table.best(card, captured=captured),
         table.best(card, compiled=True, captured=captured),
     )
-    own = {"cuda_graphs", "fused_norm"} if captured else {"lean"}
-    assert set(picked) == {"fused_attention", "fused_qkv", *own}
+    own = {"fused_norm"} if captured else set()
+    assert set(picked) == {"fused_attention", "lean", "fused_qkv", *own}
     assert set(compiled) == {"fused_attention", "lean", "fused_qkv", "channels_last"}
     for names in (picked, compiled):
         assert all(optimisations.OPTIMISATIONS[name].kind == optimisations.LOSSLESS for name in names)
@@ -210,14 +210,6 @@ def test_channels_innermost_come_with_a_compiler_or_the_kernels_that_read_them(c
     assert [why in reason for reason in said] == ([] if why is None else [True])
 
 
-def test_auto_captures_only_what_goes_on_in_one_size(card):
-    assert {"cuda_graphs", "fused_norm"} <= taken_by_auto(card, steady=True)[0]
-    assert not {"cuda_graphs", "fused_norm"} & taken_by_auto(card)[0]
-    for more in ("feature_cache", "offload_model", "compile"):
-        taken, _ = taken_by_auto(card, more, steady=True)
-        assert not {"cuda_graphs", "fused_norm"} & taken
-
-
 @pytest.mark.parametrize(
     ("capability", "dtype", "lack"),
     [((7, 0), torch.float16, "Turing"), ((0, 0), torch.float16, "Turing"), ((9, 0), torch.float32, None)],
@@ -225,7 +217,7 @@ def test_auto_captures_only_what_goes_on_in_one_size(card):
 def test_auto_leaves_the_kernels_out_where_they_do_not_pay(card, monkeypatch, capability, dtype, lack):
     """On a Volta, on AMD's, whose capability is said to be (0, 0), and in float32."""
     monkeypatch.setattr("darkroom.sample.optimisations.applied.capability", lambda device: capability)
-    taken, reasons = taken_by_auto(optimisations.ComputeTarget(torch.device("cuda"), dtype), steady=True)
+    taken, reasons = taken_by_auto(optimisations.ComputeTarget(torch.device("cuda"), dtype), "cuda_graphs")
     assert not {"fused_norm", "channels_last"} & taken
     said = [reason for reason in reasons if "fused_norm" in reason]
     assert [lack in reason for reason in said] == ([True] if lack else [])
@@ -236,7 +228,7 @@ def test_auto_leaves_the_kernels_out_where_they_do_not_pay(card, monkeypatch, ca
 def test_auto_without_triton_says_what_is_missing(card, monkeypatch):
     said = "fused_norm needs Triton, which is not installed"
     monkeypatch.setattr("darkroom.sample.optimisations.fused_norm.lacks_c_compiler", lambda name: said)
-    taken, reasons = taken_by_auto(card, steady=True)
+    taken, reasons = taken_by_auto(card, "cuda_graphs")
     assert "fused_norm" not in taken
     assert f"auto leaves out fused_norm: {said}" in reasons
 

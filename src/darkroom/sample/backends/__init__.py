@@ -32,19 +32,17 @@ def open_backend(
     *,
     optimise: Sequence[str] | str = (),
     device: torch.device | str | None = None,
-    steady: bool = False,
     notice: Callable[[str], None] = LOG.warning,
 ) -> Backend:
     """A model made ready by one of `BACKENDS`.
 
     `optimise` names optimisations: any for torch and compile; for the others those that do
     not change the U-Net. `device` is where torch works if that is not where the weights lie (offloading).
-    `steady` says that many calls of one size follow each other, without nets: `auto` may capture them then.
     `notice` hears of exports and other long work before it starts. InputError for what cannot be.
     """
     _check_pair(name, model, optimise, device)
     if name == "torch":
-        return open_torch(model, optimise, device, steady=steady)
+        return open_torch(model, optimise, device)
     if name == "compile":
         return open_compiled(model, optimise, device, notice)
     parameter = next(model.unet.parameters())  # type: ignore[union-attr]

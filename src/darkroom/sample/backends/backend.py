@@ -55,20 +55,16 @@ class Backend:
 
 
 def open_torch(
-    model: Model,
-    optimise: Sequence[str] | str = (),
-    device: torch.device | str | None = None,
-    *,
-    steady: bool = False,
+    model: Model, optimise: Sequence[str] | str = (), device: torch.device | str | None = None
 ) -> Backend:
     """The model's modules as a backend, with the optimisations that `optimise` names in place.
 
     The model itself stays as it is: look-alikes of its modules are changed. `device` is where the work
-    is done if that is not where the weights lie. `steady` is `optimise`'s own.
+    is done if that is not where the weights lie.
     """
     from darkroom.sample.optimisations.table import optimise as put_in_place
 
-    applied = put_in_place(model, optimise, device, steady=steady)
+    applied = put_in_place(model, optimise, device)
     return torch_backend(applied)
 
 

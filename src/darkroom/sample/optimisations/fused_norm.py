@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,8 +65,12 @@ def lacks_c_compiler(name: str) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return f"{name} needs Triton, which is not installed (on Windows: pip install triton-windows)"
     compilers = (os.environ.get("CC", "gcc"), "clang")
-    if os.name == "posix" and not any(map(shutil.which, compilers)):
+    if os.name != "posix":
+        return None
+    if not any(map(shutil.which, compilers)):
         return f"{name}: Triton needs a C compiler, and there is no gcc or clang"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        return f"{name}: Triton compiles with Python.h, which is not there (Debian, Ubuntu: python3-dev)"
     return None
 
 
@@ -115,9 +121,14 @@ class FusedGEGLU(GEGLU):  # type: ignore[misc]
 
     def forward(self, hidden_states: torch.Tensor, *more: Any, **also: Any) -> torch.Tensor:
         """[B, L, D] to [B, L, E]"""
+        halves = self.proj(hidden_states)
+        if not _holds_values(halves):
+            value, gate = halves.chunk(2, dim=-1)
+            out: torch.Tensor = value * F.gelu(gate)
+            return out
         from darkroom.sample.optimisations.triton_kernels import geglu
 
-        return geglu(self.proj(hidden_states))
+        return geglu(halves)
 
 
 class NormWithSiLU(nn.GroupNorm):
@@ -125,18 +136,25 @@ class NormWithSiLU(nn.GroupNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[B, C, H, W] to the same, channels innermost."""
+        if not _holds_values(input):
+            return F.silu(super().forward(input))
         from darkroom.sample.optimisations.triton_kernels import group_norm
 
         return group_norm(input, self, silu=True)
+
+
+def _holds_values(x: torch.Tensor) -> bool:
+    """Whether there is anything for a kernel to read: what is counted has shapes alone (`FakeTensor`)."""
+    return type(x) is torch.Tensor
 
 
 def _normed(
     norm: Any, x_BCHW: torch.Tensor, *, silu: bool, shift_BC: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`norm` of features to whose channels `shift_BC` was added, through SiLU where asked for."""
-    from darkroom.sample.optimisations.triton_kernels import group_norm
+    if type(norm) is nn.GroupNorm and norm.affine and _holds_values(x_BCHW):
+        from darkroom.sample.optimisations.triton_kernels import group_norm
 
-    if type(norm) is nn.GroupNorm and norm.affine:
         return group_norm(x_BCHW, norm, silu=silu, shift_BC=shift_BC)
     if shift_BC is not None:
         x_BCHW = x_BCHW + shift_BC[:, :, None, None]
@@ -155,6 +173,8 @@ def _without_bias(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def _sum(x: torch.Tensor, stays: torch.Tensor, bias_C: torch.Tensor) -> torch.Tensor:
+    if not _holds_values(x):
+        return x + stays + bias_C[:, None, None]
     from darkroom.sample.optimisations.triton_kernels import add_
 
     return add_(x.contiguous(memory_format=torch.channels_last), stays, bias_C)

@@ -213,24 +213,21 @@ def optimise(
     names: Sequence[str] | str = AUTO,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    *,
-    steady: bool = False,
 ) -> Applied:
     """Put named optimisations in place; the model itself stays as it is.
 
     `names` are those of `OPTIMISATIONS`, an argument after a colon (`feature_cache:3`), `auto` for the
     best lossless set for the device, `none` for the model as it is; one text may hold several, with
     commas. `device` is where the work is done, the weights' own device unless said; `dtype` what it is
-    done in, the weights' own type unless said. `steady` says that many calls of one size follow each other,
-    without nets: `auto` may capture them then. InputError for names that are unknown, do not go together, or
-    cannot work on the device.
+    done in, the weights' own type unless said. InputError for names that are unknown, do not go together,
+    or cannot work on the device.
     """
     place = place_of(model, device)
     choices = parse(names)
     reasons: list[str] = []
     if any(choice.name == AUTO for choice in choices):
         chosen_names = {choice.name for choice in choices}
-        choices, reasons = _with_auto(choices, place, steady=steady)
+        choices, reasons = _with_auto(choices, place)
         if (
             hasattr(model.unet, ROWS) or _has_own_attention(model)
         ) and "fused_qkv" not in chosen_names:  # a fused layer would pass adapters by
@@ -256,7 +253,7 @@ def set_layout(model: Model, names: Sequence[str] | str, device: torch.device | 
     place = place_of(model, device)
     choices = parse(names)
     if any(choice.name == AUTO for choice in choices):
-        choices, _ = _with_auto(choices, place, steady=False)
+        choices, _ = _with_auto(choices, place)
     if {"channels_last", "fused_norm"} & {choice.name for choice in choices}:
         for part in (model.unet, model.vae):
             if part is not None:
@@ -343,13 +340,13 @@ def conflict(one: str, other: str) -> str | None:
 
 
 def best(place: ComputeTarget, *, compiled: bool = False, captured: bool = False) -> dict[str, str]:
-    """What `auto` takes on a device, each with its reason. All of it is lossless."""
-    picked = {"fused_attention": "never slower, and holds no scores"}
-    captured = captured and place.on_cuda and not compiled
-    if captured:
-        picked["cuda_graphs"] = "the same calls many times, launched at once"
-    else:
-        picked["lean"] = "the same operations with less Python around them"
+    """What `auto` takes on a device, each with its reason; with `compiled` or `captured` beside a compiler or
+    CUDA graphs that were asked for. All of it is lossless.
+    """
+    picked = {
+        "fused_attention": "never slower, and holds no scores",
+        "lean": "the same operations with less Python around them",
+    }
     if place.on_cuda:
         picked["fused_qkv"] = "fewer and larger products"
         if place.dtype != torch.float32:
@@ -371,24 +368,23 @@ def left_out(place: ComputeTarget, taken: Collection[str]) -> dict[str, str]:
         }
     found = {
         "compile": slow_start,
-        "cuda_graphs": "holds the memory of every size it meets; small batches are far quicker with it",
+        "cuda_graphs": "holds the memory of every size it meets; many times as fast at batch 1, and brings "
+        "fused_norm",
     }
     if place.dtype == torch.float32:
         return found | {"channels_last": "gains nothing in float32"}
     if not {"compile", "compile_regional"} & set(taken):
-        found["fused_norm"] = "uncaptured it takes longer to launch; it pays where the card is the slower one"
+        found["fused_norm"] = "without cuda_graphs it takes longer to launch"
     turns = "PyTorch's group norm turns every tensor back where nothing is compiled"
     return found | {"channels_last": "is part of fused_norm" if "fused_norm" in taken else turns}
 
 
-def _with_auto(
-    choices: list[Choice], place: ComputeTarget, *, steady: bool
-) -> tuple[list[Choice], list[str]]:
+def _with_auto(choices: list[Choice], place: ComputeTarget) -> tuple[list[Choice], list[str]]:
     """The choices with `auto` replaced by what it takes besides the others."""
     named = [choice for choice in choices if choice.name != AUTO]
     names = {choice.name for choice in named}
     compiled = bool({"compile", "compile_regional"} & names)
-    captured = "cuda_graphs" in names or (steady and not any(conflict("cuda_graphs", name) for name in names))
+    captured = "cuda_graphs" in names and place.on_cuda
     taken, picked, out = list(named), [], {}
     for name, reason in best(place, compiled=compiled, captured=captured).items():
         if name in names:

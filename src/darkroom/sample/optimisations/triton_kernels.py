@@ -14,6 +14,8 @@ Shapes: B rows, L places, C channels, D width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -156,6 +158,18 @@ def _block_of_channels(channels: int) -> int:
     return 128 if channels % 128 == 0 else 64
 
 
+def _on_its_device(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Triton launches on the process's current card, whichever the tensors are on."""
+
+    @wraps(function)
+    def there(x: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        with torch.cuda.device_of(x):
+            return function(x, *given, **named)
+
+    return there
+
+
+@_on_its_device
 def group_norm(
     x_BCHW: torch.Tensor, norm: nn.GroupNorm, *, silu: bool, shift_BC: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -198,6 +212,7 @@ def group_norm(
     return out
 
 
+@_on_its_device
 def add_(x_BCHW: torch.Tensor, other_BCHW: torch.Tensor, bias_C: torch.Tensor) -> torch.Tensor:
     """`x_BCHW` plus `other_BCHW` plus each channel's bias, in the place of `x_BCHW`, which must have its
     channels innermost."""
@@ -206,6 +221,7 @@ def add_(x_BCHW: torch.Tensor, other_BCHW: torch.Tensor, bias_C: torch.Tensor) -
     return x_BCHW
 
 
+@_on_its_device
 def geglu(x_BLD: torch.Tensor) -> torch.Tensor:
     """[..., 2 D] to [..., D]: the first half times GELU of the second (Shazeer 2020, arXiv 2002.05202)."""
     x_BLD = x_BLD.contiguous()
