@@ -312,8 +312,8 @@ def test_the_rule_lets_through_what_every_system_has(tmp_path):
 
 
 OF_ONE_MAKE = re.compile(r"torch\.(cuda|xpu|mps|backends\.mps)\b|\w+\.is_cuda$")
-CUDA_GRAPHS = {SOURCE / "sample/optimisations/compiled.py"}
-"""What captures CUDA graphs, which no other make has."""
+OF_CUDA = {SOURCE / "sample/optimisations" / name for name in ("compiled.py", "triton_kernels.py")}
+"""What captures CUDA graphs, which no other make has, and kernels that no other make is tried with."""
 
 
 def of_one_make(path: Path) -> set[str]:
@@ -323,7 +323,7 @@ def of_one_make(path: Path) -> set[str]:
 
 
 def test_only_one_file_names_makes_of_accelerators(tmp_path):
-    allowed = {SOURCE / "hardware/accelerator.py", *CUDA_GRAPHS}
+    allowed = {SOURCE / "hardware/accelerator.py", *OF_CUDA}
     assert {str(path): found for path in FILES if path not in allowed and (found := of_one_make(path))} == {}
     assert all(of_one_make(path) for path in allowed)  # else the exception is not needed any more
     for line in ("torch.cuda.synchronize()", "if x.is_cuda: pass", "torch.backends.mps.is_available()"):

@@ -340,8 +340,8 @@ def conflict(one: str, other: str) -> str | None:
 
 
 def best(place: ComputeTarget, *, compiled: bool = False, captured: bool = False) -> dict[str, str]:
-    """What `auto` takes on a device, each with its reason; with `compiled` or `captured` beside a compiler or
-    CUDA graphs that were asked for. All of it is lossless.
+    """What `auto` takes on a device, each with its reason: with a compiler (`compiled`), with CUDA graphs
+    (`captured`) or with neither asked for. All of it is lossless.
     """
     picked = {
         "fused_attention": "never slower, and holds no scores",
