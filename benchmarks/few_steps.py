@@ -115,7 +115,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1500, help="of LCM")
     parser.add_argument("--dmd2-steps", type=int, default=3000, help="of DMD2, the student's are a fifth")
-    parser.add_argument("--lr", type=float, default=2e-4, help="of LCM")
+    parser.add_argument("--lr", type=float, default=3e-5, help="of LCM")
     parser.add_argument("--dmd2-lr", type=float, default=1e-4, help="of DMD2")
     parser.add_argument("--toy", action="store_true")
     args = parser.parse_args()
