@@ -35,6 +35,8 @@ def distilled(args: argparse.Namespace, method: str, few: int) -> Path:
     out = Path(args.out) / f"{method}{'' if method == 'lcm' else f'-{few}'}"
     steps = args.steps if method == "lcm" else args.dmd2_steps
     distill: dict[str, Any] = {"method": method, "guidance_min": GUIDANCE, "guidance_max": GUIDANCE}
+    if method == "lcm":
+        distill["ddim_steps"] = 10  # an error is passed on from each to the next
     if method == "dmd2":
         distill |= {"steps": few, "fake_updates": 5}
     recipe = make_recipe(
@@ -48,7 +50,11 @@ def distilled(args: argparse.Namespace, method: str, few: int) -> Path:
                 "text": "inline",
             },
             "objective": {"distill": distill},
-            "optim": {"lr": args.lr if method == "lcm" else args.dmd2_lr, "warmup_steps": min(50, steps)},
+            "optim": {
+                "lr": args.lr if method == "lcm" else args.dmd2_lr,
+                "warmup_steps": min(50, steps),
+                "lr_schedule": "cosine",
+            },
             "train": {
                 "steps": steps,
                 "global_batch": 32,
@@ -115,7 +121,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1500, help="of LCM")
     parser.add_argument("--dmd2-steps", type=int, default=3000, help="of DMD2, the student's are a fifth")
-    parser.add_argument("--lr", type=float, default=3e-5, help="of LCM")
+    parser.add_argument("--lr", type=float, default=5e-5, help="of LCM")
     parser.add_argument("--dmd2-lr", type=float, default=1e-4, help="of DMD2")
     parser.add_argument("--toy", action="store_true")
     args = parser.parse_args()
