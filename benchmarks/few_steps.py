@@ -1,6 +1,6 @@
 """What few steps cost a trained model: distilled by LCM and by DMD2, against simply drawing in fewer steps.
 
-    python benchmarks/few_steps.py --out DIR [--seed 0] [--steps 1500] [--dmd2-steps 3000] [--toy]
+    python benchmarks/few_steps.py --out DIR [--seed 0] [--steps 700] [--dmd2-steps 3000] [--toy]
 
 Trains the quickstart's model (or takes the one that is in DIR/quickstart), distils it with each method, and
 scores 50 steps of the teacher, and 4, 2 and 1 steps of the teacher (the naive control) and of each student,
@@ -36,8 +36,8 @@ def distilled(args: argparse.Namespace, method: str, few: int) -> Path:
     steps = args.steps if method == "lcm" else args.dmd2_steps
     distill: dict[str, Any] = {"method": method, "guidance_min": GUIDANCE, "guidance_max": GUIDANCE}
     if method == "lcm":
-        distill["ddim_steps"] = 10  # an error is passed on from each to the next
-    if method == "dmd2":
+        distill |= {"ddim_steps": args.ddim_steps}
+    else:
         distill |= {"steps": few, "fake_updates": 5}
     recipe = make_recipe(
         {
@@ -53,7 +53,7 @@ def distilled(args: argparse.Namespace, method: str, few: int) -> Path:
             "optim": {
                 "lr": args.lr if method == "lcm" else args.dmd2_lr,
                 "warmup_steps": min(50, steps),
-                "lr_schedule": "cosine",
+                "lr_schedule": args.lr_schedule if method == "lcm" else "constant",
             },
             "train": {
                 "steps": steps,
@@ -119,9 +119,13 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", required=True, metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1500, help="of LCM")
+    parser.add_argument("--steps", type=int, default=700, help="of LCM")
     parser.add_argument("--dmd2-steps", type=int, default=3000, help="of DMD2, the student's are a fifth")
     parser.add_argument("--lr", type=float, default=5e-5, help="of LCM")
+    parser.add_argument("--lr-schedule", default="cosine", help="of LCM")
+    parser.add_argument(
+        "--ddim-steps", type=int, default=10, help="of LCM's teacher: errors pass on from each"
+    )
     parser.add_argument("--dmd2-lr", type=float, default=1e-4, help="of DMD2")
     parser.add_argument("--toy", action="store_true")
     args = parser.parse_args()

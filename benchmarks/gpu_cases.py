@@ -556,12 +556,12 @@ def optimisations(family: str, side: int, cases: tuple[str, ...], **more: Any) -
 
 
 def batches(family: str, side: int, most: int, steps: int) -> Callable[[Lab], Rows]:
-    """Larger and larger batches, in half precision; the share of the dense rate is in `mfu`."""
+    """Larger and larger batches, in half precision and captured; the share of the dense rate is in `mfu`."""
 
     def run(lab: Lab) -> Rows:
         drawing = lab.drawing(family, side, steps=2 if lab.tiny else steps)
         flops, batch = drawing.flops_per_image(), 1
-        backend = drawing.open("auto,cuda_graphs" if lab.on_cuda else "auto")  # as `generate` does
+        backend = drawing.open("auto,cuda_graphs" if lab.on_cuda else "auto")
         while batch <= (2 if lab.tiny else most):
             peak = PeakMemory(lab.device)
             try:
