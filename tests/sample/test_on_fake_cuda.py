@@ -300,7 +300,6 @@ def test_nets_of_single_rows_are_not_waited_for(model):
         "feature_cache:3",
         pytest.param("channels_last,fused_qkv,lean", marks=pytest.mark.nightly),
         pytest.param("attention_slicing:1", marks=pytest.mark.nightly),
-        pytest.param("unfused_attention", marks=pytest.mark.nightly),
         pytest.param("guidance_interval,vae_slicing,vae_tiling:64", marks=pytest.mark.nightly),
         *(pytest.param(name, marks=pytest.mark.nightly) for name in ("int8", "int8:weights", "fp8:weights")),
         pytest.param("offload_model", marks=pytest.mark.nightly),

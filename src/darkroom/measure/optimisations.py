@@ -215,7 +215,7 @@ DEVICE_LOST: Any = getattr(torch, "AcceleratorError", ())
 """After this the process's device answers nothing any more."""
 LEFT_OUT = ("lcm", "tiny_vae")
 """Need files of their own; named as `tiny_vae:FOLDER` they are measured."""
-STARTS = ("compile", "compile_regional", "cuda_graphs", "trace")
+STARTS = ("compile", "compile_regional", "cuda_graphs")
 """Whose first picture takes longer, so that a second opening is measured too."""
 
 

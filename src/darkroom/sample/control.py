@@ -398,10 +398,10 @@ def check_backend(backend: Backend) -> None:
     """InputError where a backend cannot add residuals."""
     if backend.name not in ("torch", "compile"):
         raise InputError(f"controls with backend {backend.name}", allowed="torch, compile")
-    if any(name.partition(":")[0] in ("feature_cache", "trace", "cuda_graphs") for name in backend.optimised):
+    if any(name.partition(":")[0] in ("feature_cache", "cuda_graphs") for name in backend.optimised):
         raise InputError(
             f"controls with {', '.join(backend.optimised)}",
-            mend="leave feature_cache, trace and cuda_graphs out",
+            mend="leave feature_cache and cuda_graphs out",
         )
 
 

@@ -137,9 +137,7 @@ def test_it_is_told_with_the_pictures(tiny):
     assert made[0].parameters["optimise"] == ["feature_cache:2"]
 
 
-@pytest.mark.parametrize(
-    "names", ["feature_cache,cuda_graphs", "feature_cache,trace", "feature_cache,compile"]
-)
+@pytest.mark.parametrize("names", ["feature_cache,cuda_graphs", "feature_cache,compile"])
 def test_it_does_not_go_with_one_piece_of_code(tiny, names):
 
     assert conflict(*names.split(","))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import shutil
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -25,14 +26,12 @@ LOSSLESS_HERE = [
     "auto",
     "channels_last",
     "fused_attention",
-    "unfused_attention",
     "fused_qkv",
     "lean",
     "attention_slicing",
     "attention_slicing:1",
     "attention_slicing:max",
     "vae_slicing",
-    "trace",
     "fused_qkv,channels_last,vae_slicing",
 ]
 
@@ -109,7 +108,7 @@ def test_a_look_alike_takes_no_memory(tiny):
 def test_every_optimisation_is_listed_with_what_it_is():
     assert {
         *("tf32", "fp16", "bf16", "autocast", "channels_last", "fused_attention", "fused_qkv", "compile"),
-        *("compile_regional", "cuda_graphs", "trace", "attention_slicing", "vae_slicing", "vae_tiling"),
+        *("compile_regional", "cuda_graphs", "attention_slicing", "vae_slicing", "vae_tiling"),
         *("offload_model", "offload_sequential", "offload_group", "int8", "fp8", "guidance_interval"),
         *("feature_cache", "tiny_vae", "lcm"),
     } <= set(optimisations.OPTIMISATIONS)
@@ -332,51 +331,74 @@ def test_int8_takes_the_large_layers_and_stays_near(argument):
     assert (latents(pictures(model, "none", seed=9)) - latents(plain)).abs().max() > 1
 
 
-def test_tracing_is_by_shape(tiny):
-    backend = sample.open_backend("torch", tiny, optimise="trace,guidance_interval:1-4")
-    sample.generate(tiny, "a red circle", backend=backend, **{**SETTINGS, "steps": 8})
-    assert sorted(key[0][0][0] for key in backend.unet.made) == [1, 2]
+def recorded(model, most):
+    """A U-Net whose calls are recorded as CUDA graphs are on a card; here by torch.jit.trace."""
+
+    def traced(call, tensors, names):
+        with warnings.catch_warnings(), torch.inference_mode():
+            warnings.simplefilter("ignore")
+            return torch.jit.trace(
+                compiled._positional(call, names), tuple(tensors), check_trace=False, strict=False
+            )
+
+    applied = optimisations.optimise(model, "none")
+    applied.own("unet")
+    applied.outer = lambda applied, call_of: compiled._ByShape(applied.plain(call_of), traced, applied, most)
+    return applied.model, applied.unet(sample.unet_call)
 
 
-def test_a_trace_is_made_anew_where_adapters_change_other_layers(tiny):
-    """And so is a CUDA graph: what was recorded holds for the layers and matrices that there were."""
+def test_calls_are_recorded_by_shape_and_so_many_at_most(tiny):
     drawn = torch.Generator().manual_seed(7)
-    backend = sample.open_backend("torch", copy.deepcopy(tiny), optimise="trace")
-    unet = backend.model.unet
+    _, unet = recorded(copy.deepcopy(tiny), 2)
+    for rows in (1, 2, 1, 3):
+        x, text = torch.randn(rows, 4, 8, 8, generator=drawn), torch.randn(rows, 77, 64, generator=drawn)
+        t = torch.full((rows,), 500.0)
+        with torch.no_grad():
+            expected = sample.unet_call(tiny.unet)(x, t, text, {})
+            torch.testing.assert_close(unet(x, t, text, {}), expected, atol=1e-5, rtol=1e-5)
+            assert (unet(x, t * 0.5, text, {}) - expected).abs().max() > 1e-3  # the control
+    assert sorted(key[0][0][0] for key in unet.made) == [1, 2]
+
+
+def test_a_record_is_made_anew_where_adapters_change_other_layers(tiny):
+    """What was recorded holds for the layers and matrices that there were."""
+    drawn = torch.Generator().manual_seed(7)
+    model, recorded_unet = recorded(copy.deepcopy(tiny), 16)
+    unet = model.unet
     x, text = torch.randn(2, 4, 8, 8, generator=drawn), torch.randn(2, 77, 64, generator=drawn)
     plain, t = sample.unet_call(unet), torch.tensor([500.0, 20.0])
 
     def apart(*rows):
-        """How far the traced call is from the plain one, and the plain one from that without adapters."""
+        """How far the recorded call is from the plain one, and the plain one from that without adapters."""
         added = lay_out(rows, "cpu")
         with torch.no_grad():
             expected, without = plain(x, t, text, added), plain(x, t, text, {})
-            found = backend.unet(x, t, text, added)
+            found = recorded_unet(x, t, text, added)
         return (found - expected).abs().max(), (expected - without).abs().max()
 
     def check(*rows):
         wrong, changed = apart(*rows)
         assert wrong < 1e-4 < 1e-2 < changed
 
-    bank = Bank(backend.model, slots=3, max_rank=4)
+    bank = Bank(model, slots=3, max_rank=4)
     keys = made(tiny, 1, where=lambda path: path.startswith("unet.") and path.endswith("to_k"))
     outs = made(tiny, 2, where=lambda path: path.startswith("unet.") and path.endswith("to_out.0"))
     bank.load(1, keys)
     check([(1, 1.0)], [])
-    traces = len(backend.unet.made)
+    records = len(recorded_unet.made)
     check([], [(1, 0.5)])
-    assert len(backend.unet.made) == traces  # other rows, and the same layers
+    assert len(recorded_unet.made) == records  # other rows, and the same layers
     bank.load(2, outs)
     check([(2, 1.0)], [(1, 1.0)])
     path = next(iter(keys.layers))
-    weight = models.adapters.adaptable(backend.model)[path].weight
+    weight = models.adapters.adaptable(model)[path].weight
     whole = Change(delta=torch.randn(weight.shape, generator=drawn))
     bank.load(3, Staged("whole", {path: whole}))
     check([(3, 1.0)], [])
     check([], [(3, 1.0)])
     bank.clear(3)
     bank.detach()
-    other = Bank(backend.model, slots=1, max_rank=4)
+    other = Bank(model, slots=1, max_rank=4)
     other.load(1, outs)
     check([(1, 1.0)], [])
 

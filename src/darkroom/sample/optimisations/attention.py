@@ -258,13 +258,6 @@ def fused_attention(applied: Applied, argument: str) -> None:
     applied.own("unet").enable_xformers_memory_efficient_attention()
 
 
-def unfused_attention(applied: Applied, argument: str) -> None:
-    """Scores, softmax and weighted values one after the other."""
-    from darkroom.models.parts import AttnProcessor
-
-    applied.own("unet").set_attn_processor(AttnProcessor())
-
-
 def fused_qkv(applied: Applied, argument: str) -> None:
     """Query, key and value of self-attention (key and value of cross-attention) in one product."""
     unet: Any = applied.own("unet")

@@ -1,4 +1,4 @@
-"""Optimisations that compile or capture the U-Net: compile, compile_regional, cuda_graphs, trace.
+"""Optimisations that compile or capture the U-Net: compile, compile_regional, cuda_graphs.
 
 Compiled code is kept on disk by PyTorch's own cache, so that the next process starts quicker.
 """
@@ -10,14 +10,12 @@ import os
 import shutil
 import threading
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from darkroom.errors import InputError, first_line
 from darkroom.models.adapters.bank import SLOTS, rows_of
@@ -91,12 +89,6 @@ def lacks_compiler(place: ComputeTarget) -> str | None:
     return lacks_c_compiler("torch.compile") if place.device.type == "cuda" else None
 
 
-def trace(applied: Applied, argument: str) -> None:
-    """torch.jit.trace of the U-Net in this process, one trace a shape; no file is written or read."""
-    applied.own("unet")  # its weights ask for no gradients, so that the trace can hold them
-    applied.outer = lambda applied, call_of: _ByShape(applied.plain(call_of), _traced, applied)
-
-
 class _ByShape:
     """A call made anew for each set of shapes and types, and kept; past `most` sets it is used as it is.
 
@@ -110,7 +102,7 @@ class _ByShape:
         call: Unet,
         make: Callable[[Unet, list[torch.Tensor], tuple[str, ...]], Any],
         applied: Applied,
-        most: int | None = None,
+        most: int,
     ) -> None:
         self._call, self._make, self._applied, self._most = call, make, applied, most
         self.made: dict[Key, Any] = {}
@@ -131,7 +123,7 @@ class _ByShape:
         names = tuple(sorted(added))
         tensors = [x, t, text, *(added[name] for name in names)]
         key = (*names, *((tuple(v.shape), v.dtype) for v in tensors))
-        if key not in self.made and self._most is not None and len(self.made) >= self._most:
+        if key not in self.made and len(self.made) >= self._most:
             if not self._full:
                 self._full = True
                 LOG.warning("%d sizes are kept; further ones run without", self._most)
@@ -144,23 +136,13 @@ class _ByShape:
         return out
 
 
-class _Positional(nn.Module):
-    """A call with its tensors side by side, as tracing wants them."""
+def _positional(call: Unet, names: tuple[str, ...]) -> Callable[..., torch.Tensor]:
+    """A call with its tensors side by side, those that are added in the order of their names."""
 
-    def __init__(self, call: Unet, names: tuple[str, ...]) -> None:
-        super().__init__()
-        self._call, self._names = call, names
+    def run(x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, *added: torch.Tensor) -> torch.Tensor:
+        return call(x, t, text, dict(zip(names, added, strict=True)))
 
-    def forward(
-        self, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, *added: torch.Tensor
-    ) -> torch.Tensor:
-        return self._call(x, t, text, dict(zip(self._names, added, strict=True)))
-
-
-def _traced(call: Unet, tensors: list[torch.Tensor], names: tuple[str, ...]) -> Any:
-    with warnings.catch_warnings(), torch.inference_mode():
-        warnings.simplefilter("ignore")
-        return torch.jit.trace(_Positional(call, names), tuple(tensors), check_trace=False, strict=False)  # type: ignore[no-untyped-call]
+    return run
 
 
 def cuda_graphs(applied: Applied, argument: str) -> None:
@@ -179,7 +161,7 @@ def cuda_graphs(applied: Applied, argument: str) -> None:
                 raise
             except RuntimeError as error:  # what a graph cannot hold: the same call, launched anew each time
                 LOG.warning("no CUDA graph for %s: %s", tuple(tensors[0].shape), first_line(error))
-                return _Positional(call, names)
+                return _positional(call, names)
 
         return _ByShape(applied.plain(call_of), captured, applied, most=MOST_SHAPES)
 
@@ -205,7 +187,7 @@ class _Captured:
         self, call: Unet, tensors: list[torch.Tensor], names: tuple[str, ...], place: _CapturePlace
     ) -> None:
         self._inputs = [tensor.clone() for tensor in tensors]
-        run = _Positional(call, names)
+        run = _positional(call, names)
         with torch.cuda.device(place.device):
             side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())

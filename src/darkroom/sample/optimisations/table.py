@@ -71,20 +71,14 @@ OPTIMISATIONS: dict[str, Optimisation] = {
             attention.fused_attention, argument="sdpa|xformers",
         ),
         Optimisation(
-            "unfused_attention", LOSSLESS, "scores, softmax, sum one by one: slower, to compare with",
-            attention.unfused_attention,
-            excludes={"fused_attention": "it is the other one"}, needs_unet=True,
-        ),
-        Optimisation(
             "fused_qkv", LOSSLESS, "query, key and value in one product", attention.fused_qkv,
-            excludes={"unfused_attention": "fused projections come with fused attention"}, needs_unet=True,
+            needs_unet=True,
         ),
         Optimisation(
             "attention_slicing", LOSSLESS, "a few heads at a time: less memory, slower",
             attention.attention_slicing,
             excludes={
                 "fused_attention": "slices replace the fused kernel, and are slower and larger than it",
-                "unfused_attention": "it is another attention",
                 "fused_qkv": "fused projections come with fused attention",
             },
             argument="auto|max|HEADS", needs_unet=True,
@@ -92,17 +86,13 @@ OPTIMISATIONS: dict[str, Optimisation] = {
         Optimisation(
             "lean", LOSSLESS, "attention without checks at each call; a text's keys and values made once",
             attention.lean,
-            excludes={
-                "unfused_attention": "it is fused attention",
-                "attention_slicing": "it is fused attention",
-            },
-            needs_unet=True,
+            excludes={"attention_slicing": "it is fused attention"}, needs_unet=True,
         ),
         Optimisation(
             "fused_norm", LOSSLESS, "norm with SiLU, biases and sums in Triton kernels; channels innermost",
             fused_norm.fused_norm, fused_norm.lacks_triton,
             excludes={
-                "compile": FUSES, "compile_regional": FUSES, "trace": "a trace cannot hold its kernels",
+                "compile": FUSES, "compile_regional": FUSES,
                 "offload_sequential": MOVING, "offload_group": MOVING, "offload_mmap": MOVING,
                 "autocast": ONE_TYPE,
             },
@@ -185,19 +175,10 @@ OPTIMISATIONS: dict[str, Optimisation] = {
             },
         ),
         Optimisation(
-            "trace", LOSSLESS, "torch.jit.trace in the process; deprecated in torch, to compare with",
-            compiled.trace,
-            excludes={
-                "compile": OWN_CODE, "compile_regional": OWN_CODE, "cuda_graphs": OWN_CODE,
-                "feature_cache": BY_PARTS, "offload_sequential": MOVING, "offload_group": MOVING,
-                "lean": NO_PYTHON, "offload_mmap": MOVING,
-            },
-        ),
-        Optimisation(
-            "autocast", STATED, "casts at every operation: to show what that costs", precision.autocast,
+            "autocast", STATED, "casts at every operation, as in published tables", precision.autocast,
             excludes={
                 "tf32": "TF32 is for float32", "cuda_graphs": "autocast's casts cannot be captured",
-                "trace": "the trace would hold autocast's casts", "int8": ONE_TYPE, "fp8": ONE_TYPE,
+                "int8": ONE_TYPE, "fp8": ONE_TYPE,
             },
             argument="bf16|fp16",
         ),
@@ -268,7 +249,7 @@ def _has_own_attention(model: Model) -> bool:
 
 def _check_attention(model: Model, choices: Iterable[Choice]) -> None:
     """InputError for optimisations that would put another attention in the place of that of nets."""
-    others = ("fused_qkv", "unfused_attention", "attention_slicing", "fused_attention:xformers")
+    others = ("fused_qkv", "attention_slicing", "fused_attention:xformers")
     found = next((choice for choice in map(str, choices) if choice.startswith(others)), None)
     if found is not None and _has_own_attention(model):
         raise InputError(f"IP-Adapters or LLLites with {found}", mend=f"leave {found} out")
