@@ -116,12 +116,17 @@ def find_card(name: str) -> Card | None:
     or several.
     """
     wanted = _plain(name)
-    names = {_plain(text): card for card in cards().values() for text in (card.name, *card.aliases)}
+    names = _cards_by_plain_name()
     for text in (wanted, f"rtx{wanted}"):
         if text in names:
             return names[text]
     agree = [text for text, card in names.items() if text in wanted and _adds_nothing(wanted, text, card)]
     return names[max(agree, key=len)] if agree else _with_its_memory(wanted, names)
+
+
+@cache
+def _cards_by_plain_name() -> dict[str, Card]:
+    return {_plain(text): card for card in cards().values() for text in (card.name, *card.aliases)}
 
 
 UNIFIED = "unified"  # the link of a GPU that shares its machine's memory

@@ -270,9 +270,19 @@ SHIPPED = Path(__file__).with_name("common_counts.json.gz")
 """Counts of the families' common shapes, made by benchmarks/plan/common_counts.py."""
 
 
+MOST_OPENED = 256
+_OPENED: dict[tuple[Path, str], Profile] = {}
+"""What this process has read: a plan of many cards asks for the same count hundreds of times."""
+
+
 def cached_profile(key: dict[str, Any], make: Callable[[], Profile]) -> Profile:
     """The profile that `make` counts, or the one it counted before."""
-    return Profile.from_dict(cached(key, lambda: make().to_dict()))
+    place = cache_folder(), _digest(key)
+    if place not in _OPENED:
+        if len(_OPENED) >= MOST_OPENED:
+            _OPENED.clear()
+        _OPENED[place] = Profile.from_dict(cached(key, lambda: make().to_dict()))
+    return _OPENED[place]
 
 
 def cached(key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -335,6 +345,7 @@ def _code() -> str:
     return digest.hexdigest()
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
