@@ -251,6 +251,12 @@ class DistillSettings(BaseModel):
     huber_c: float = Field(
         default=0.001, gt=0, description="of lcm, its pseudo-Huber loss: where it turns linear"
     )
+    target: Literal["average", "student"] | None = Field(
+        default=None,
+        description="of lcm: whose answer one of ddim_steps earlier is learned: that of the averaged weights "
+        "of train.ema, as in the paper, or the student's own; null: the average where there is one and the "
+        "whole U-Net is trained",
+    )
     timestep_scaling: float = Field(
         default=10.0, gt=0, description="how quickly answers count more than inputs as timesteps rise"
     )
@@ -271,9 +277,16 @@ class DistillSettings(BaseModel):
             others = {"steps": 4, "fake_updates": 5, "fake_lr": None}
             if given := next((name for name, usual in others.items() if getattr(self, name) != usual), None):
                 raise ValueError(f"{given} with method lcm, which has none; use method dmd2")
+        elif self.target is not None:
+            raise ValueError(f"target {self.target} with method dmd2, whose target is the teacher's score")
         elif self.steps > self.ddim_steps:
             raise ValueError(f"steps {self.steps} is more than ddim_steps {self.ddim_steps}")
         return self
+
+    def learns_from_average(self, *, adapts: bool, averages: bool) -> bool:
+        """Whether averaged weights give the student's target."""
+        able = self.method == "lcm" and averages and not adapts
+        return able and self.target != "student"
 
 
 class ObjectiveSettings(BaseModel):

@@ -195,7 +195,7 @@ class Recipe(BaseModel):
         rules.check_parallel(task, self.parallel, optim, train)
         rules.check_online(task, data)
         rules.check_extras(task, train, data, phases=bool(self.phases))
-        rules.check_distill(task, objective, model, adapter)
+        rules.check_distill(task, objective, model, adapter, train)
         rules.check_patience(self.evaluate, data)
 
     def check(self, processes: int | None = None) -> None:
@@ -607,8 +607,8 @@ def defaults_of(content: Mapping[str, Any]) -> Iterator[rules.Default]:
         yield _SCHEDULE_FREE
     if _optim_fused(content):
         yield "optim.clip_norm", None, "the step is taken inside the backward pass, before the norm is known"
-    if task == "distill" and content.get("adapter") is not None:
-        yield "optim.lr", 1e-4, "an adapter starts at nothing"
+    if task == "distill":
+        yield from _distill(content)
     if isinstance(task, str) and task in FINE_TUNING:
         yield from _OWN[task]
         yield from _ALL_FINE_TUNING
@@ -616,6 +616,19 @@ def defaults_of(content: Mapping[str, Any]) -> Iterator[rules.Default]:
         yield from _EXTRACTOR
     if task == "tiny-vae":
         yield from _TINY_VAE
+
+
+def _distill(content: Mapping[str, Any]) -> Iterator[rules.Default]:
+    """An adapter's rate; else of LCM the average that its student learns from."""
+    if content.get("adapter") is not None:
+        yield "optim.lr", 1e-4, "an adapter starts at nothing"
+        return
+    objective = content.get("objective")
+    settings = objective.get("distill") if isinstance(objective, dict) else None
+    told = settings if isinstance(settings, dict) else {}
+    if told.get("method", "lcm") == "lcm" and told.get("target") != "student":
+        yield "train.ema.enabled", True, "its averaged weights are what LCM's student learns from"
+        yield "train.ema.decay", 0.95, "as LCM's paper has it"
 
 
 def _lion(content: Mapping[str, Any]) -> Iterator[rules.Default]:

@@ -301,7 +301,11 @@ def check_extras(task: str, train: TrainSettings, data: DataSettings, *, phases:
 
 
 def check_distill(
-    task: str, objective: ObjectiveSettings, model: ModelSettings, adapter: AdapterSettings | None
+    task: str,
+    objective: ObjectiveSettings,
+    model: ModelSettings,
+    adapter: AdapterSettings | None,
+    train: TrainSettings,
 ) -> None:
     """RecipeError for what distillation cannot have, or needs and was not given."""
     if task != "distill":
@@ -322,6 +326,17 @@ def check_distill(
         raise RecipeError(
             "adapter", "given with objective.distill.method=dmd2", allowed="all of the U-Net; or method=lcm"
         )
+    if objective.distill.target == "average":
+        if adapter is not None:
+            raise RecipeError(
+                "objective.distill.target", "average with an adapter", allowed="student, or all of the U-Net"
+            )
+        if not train.ema.enabled:
+            raise RecipeError(
+                "objective.distill.target",
+                "average without averaged weights",
+                mend="train.ema.enabled=true, or target: student",
+            )
     for key, value in keys_given.items():
         if value:
             raise RecipeError(key, f"{value} with the task distill, whose teacher is the model as it is")

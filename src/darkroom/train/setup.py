@@ -456,8 +456,15 @@ def make_task(
         settings, made_of = recipe.objective.distill, (model, objective, read, modules)
         if settings.method == "dmd2":
             return DistributionMatching(*made_of, settings, encode=encode, cache_text=True)
+        averages = recipe.train.ema.enabled
         return Distillation(
-            *made_of, settings, adapts=recipe.adapts, encode=encode, cache_text=True, limit=limit
+            *made_of,
+            settings,
+            adapts=recipe.adapts,
+            averages=settings.learns_from_average(adapts=recipe.adapts, averages=averages),
+            encode=encode,
+            cache_text=True,
+            limit=limit,
         )
     made = partial(Preference, beta=recipe.objective.dpo.beta) if recipe.task == "dpo" else Diffusion
     return made(

@@ -79,6 +79,8 @@ class Step:
         self.task, self.weights, self._train, self._optim = task, weights, train, optim
         # Tasks whose steps are of several kinds are given which one it is.
         self._begin: Callable[[int], None] = getattr(task, "begin", lambda k: None)
+        # And those that compute with the averaged weights are given them.
+        self._follow: Callable[[Mapping[str, Tensor]], None] = getattr(task, "follow", lambda averaged: None)
         self._limit: Callable[[Mapping[str, Tensor]], None] = getattr(task, "limit", lambda masters: None)
         self._rows_a_picture = rows_a_picture
         self.set_micro_batch(micro_batch)
@@ -103,6 +105,7 @@ class Step:
     def __call__(self, k: int, inputs: Inputs) -> StepResult:
         torch.manual_seed(_step_seed(self._train.seed, k))  # dropout, where a model has any
         self._begin(k)
+        self._follow(self.ema.weights())
         factor = lr_factor(k, self._train.steps, self._optim)
         set_lr(self.optimiser, factor, k)
         losses = self._fitting_gradients(inputs)

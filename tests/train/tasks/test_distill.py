@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from darkroom import models, sample
 from darkroom.errors import RecipeError
+from darkroom.recipe import make_recipe
 from darkroom.train import train
 from darkroom.train.jobs import Pinned, TrainingSetup
 from darkroom.train.setup import make_job
@@ -36,8 +39,16 @@ def first_inputs(job: TrainingSetup) -> dict[str, torch.Tensor]:
         return job.task.inputs(next(batches), job.device)
 
 
-def scripts_loss(job: TrainingSetup, inputs: dict[str, torch.Tensor], index: torch.Tensor, w: torch.Tensor):
-    """The loss as the script's training loop has it, w being its guidance: the scale less one."""
+def scripts_loss(
+    job: TrainingSetup,
+    inputs: dict[str, torch.Tensor],
+    index: torch.Tensor,
+    w: torch.Tensor,
+    target_unet: torch.nn.Module | None = None,
+):
+    """The loss as the script's training loop has it, w being its guidance: the scale less one. `target_unet`
+    is train_lcm_distill_sd_wds.py's.
+    """
     from diffusers import DDPMScheduler
 
     unet = job.task.model.unet
@@ -58,7 +69,7 @@ def scripts_loss(job: TrainingSetup, inputs: dict[str, torch.Tensor], index: tor
     def rows(table, t):
         return table[t].view(-1, 1, 1, 1)
 
-    def predicted(x, t, text):
+    def predicted(x, t, text, unet=unet):
         eps = unet(x, t, encoder_hidden_states=text).sample
         return (x - rows(sigma, t) * eps) / rows(alpha, t), eps
 
@@ -67,11 +78,12 @@ def scripts_loss(job: TrainingSetup, inputs: dict[str, torch.Tensor], index: tor
     (skip_start, out_start), (skip, out) = scalings(start), scalings(timesteps)
     model_pred = skip_start * noisy + out_start * predicted(noisy, start, text)[0]
     with torch.no_grad():
-        cond, uncond = predicted(noisy, start, text), predicted(noisy, start, nothing.expand_as(text))
+        teacher = job.task._teacher
+        cond, uncond = (predicted(noisy, start, t, teacher) for t in (text, nothing.expand_as(text)))
         x0, noise = (c + w.view(-1, 1, 1, 1) * (c - u) for c, u in zip(cond, uncond, strict=True))
         prev = alpha_prev[index].view(-1, 1, 1, 1)
         x_prev = prev.sqrt() * x0 + (1.0 - prev).sqrt() * noise
-        target = skip * x_prev + out * predicted(x_prev, timesteps, text)[0]
+        target = skip * x_prev + out * predicted(x_prev, timesteps, text, target_unet or unet)[0]
     return (torch.sqrt((model_pred - target) ** 2 + 0.001**2) - 0.001).mean(dim=(1, 2, 3))
 
 
@@ -87,6 +99,55 @@ def test_the_loss_is_the_scripts(recipe_of: MakeRecipe, base: Path) -> None:
     torch.testing.assert_close(found, scripts_loss(job, inputs, index, w), rtol=1e-4, atol=1e-6)
     assert not torch.allclose(found, scripts_loss(job, inputs, index, w + 1), rtol=1e-3)
     assert found.requires_grad
+
+
+def test_the_target_is_the_averaged_weights_answer(recipe_of: MakeRecipe, base: Path) -> None:
+    """In bf16 too, where it is a rounded copy; the controls learn from the student's own answer."""
+    for precision in ("float32", "bf16"):
+        told = (*GUIDED, f"train.precision={precision}", "optim.lr=0.01", "optim.warmup_steps=0")
+        job = job_of(recipe_of, base, *told)
+        with job.feed(0) as batches:
+            for k in range(4):
+                inputs = job.task.inputs(next(batches), job.device)
+                before = copy.deepcopy(job.step.ema.weights())
+                job.step(k, inputs)
+        target = job.task._target
+        assert target.dtype == job.task.model.unet.dtype
+        for name, weight in target.named_parameters(prefix="unet"):
+            assert torch.equal(weight, before[name].to(weight.dtype))
+        if precision == "float32":
+            averaged = copy.deepcopy(target)
+            index, w = inputs["index"], inputs["guidance"] - 1
+            found = job.task.losses(inputs)["loss"]
+            expected = scripts_loss(job, inputs, index, w, averaged)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+            assert not torch.allclose(found, scripts_loss(job, inputs, index, w), rtol=1e-2)
+    own = job_of(recipe_of, base, *GUIDED, "objective.distill.target=student")
+    assert own.task._target is None
+    assert job_of(recipe_of, base, *GUIDED, "train.ema.enabled=false").task._target is None
+    assert job_of(recipe_of, base, *GUIDED, adapter={"rank": 4}).task._target is None
+
+
+def test_the_average_is_on_where_the_student_learns_from_it() -> None:
+    def ema(**more: object) -> tuple[bool, float]:
+        told = {
+            "task": "distill",
+            "model": {"base": "tiny"},
+            "data": {"store": "x", "resolution": 32},
+            **more,
+        }
+        settings = make_recipe(told).train.ema
+        return settings.enabled, settings.decay
+
+    assert ema() == (True, 0.95)
+    assert ema(train={"ema": {"decay": 0.9}}) == (True, 0.9)
+    others = (
+        {"adapter": {"rank": 4}},
+        {"objective": {"distill": {"target": "student"}}},
+        {"objective": {"distill": {"method": "dmd2"}}},
+        {"optim": {"name": "schedule-free"}},
+    )
+    assert [ema(**other)[0] for other in others] == [False] * len(others)
 
 
 def test_a_loras_teacher_is_the_model_without_it(recipe_of: MakeRecipe, base: Path) -> None:
@@ -163,8 +224,15 @@ def test_an_lcm_lora_opens_in_diffusers(recipe_of: MakeRecipe, base: Path, tmp_p
         ("objective.min_snr_gamma=5", "min_snr_gamma"),
         ("objective.distill.ddim_steps=1", "ddim_steps"),
         ("model.train_text_encoder=true", "train_text_encoder"),
+        ("objective.distill={target: average},train.ema.enabled=false", "average without averaged weights"),
+        ("objective.distill={target: average, method: dmd2}", "target average with method dmd2"),
     ],
 )
 def test_what_cannot_be_is_refused(recipe_of: MakeRecipe, base: Path, override: str, word: str) -> None:
     with pytest.raises(RecipeError, match=word):
-        job_of(recipe_of, base, override)
+        job_of(recipe_of, base, *re.split(",(?=train)", override))
+
+
+def test_an_adapter_has_no_averaged_target(recipe_of: MakeRecipe, base: Path) -> None:
+    with pytest.raises(RecipeError, match="average with an adapter"):
+        job_of(recipe_of, base, "objective.distill.target=average", adapter={"rank": 4})

@@ -3,8 +3,9 @@ distribution matching: DMD2 (Yin et al. 2024, arXiv 2405.14867), without its GAN
 
 LCM's student learns to answer with the same picture from everywhere on the way that the teacher takes with
 guidance: from a noisy latent, and from the one that the teacher's DDIM step makes of it. The teacher is the
-model as it was; as a LoRA, the model without its additions. The student's own answer, without gradients, is
-the target, as in diffusers' train_lcm_distill_lora_sd.py.
+model as it was; as a LoRA, the model without its additions. The target is the answer of the run's averaged
+weights, as in the paper and diffusers' train_lcm_distill_sd_wds.py; of a LoRA the student's own without
+gradients, as in train_lcm_distill_lora_sd.py.
 
 DMD2's student draws pictures by itself, in the steps of its sampler. Two scores look at them under noise: the
 teacher's with guidance, and that of a second network which learns what the student draws. The student moves
@@ -92,8 +93,9 @@ class FewSteps(Diffusion):
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
         """What diffusion takes, with DDIM's step index [B] and a guidance [B] for each row."""
         unet: Any = self.model.unet
-        if self._teacher is not None and self._teacher.dtype != unet.dtype:
-            nn.Module.to(self._teacher, unet.dtype)  # the step has cast the student meanwhile
+        for module in self.frozen:
+            if module.dtype != unet.dtype:
+                nn.Module.to(module, unet.dtype)  # the step has cast the student meanwhile
         inputs = super().inputs(columns, device)
         steps = self._settings.ddim_steps
         whole_b = columns["u"] * steps  # float64, which not every accelerator takes: it stays where it is
@@ -109,9 +111,13 @@ class FewSteps(Diffusion):
         t_b: Tensor,
         inputs: Mapping[str, Tensor],
         text: tuple[Tensor, Tensor | None],
+        unet: Any = None,
     ) -> Tensor:
-        """The student's picture, which at timestep 0 is what it is given (equation 9 of LCM's paper)."""
-        picture_bChw, _ = self._both(x_bChw, t_b, self._call(self.model.unet, x_bChw, t_b, inputs, text))
+        """The student's picture, or another U-Net's, which at timestep 0 is what it is given (equation 9 of
+        LCM's paper).
+        """
+        unet = self.model.unet if unet is None else unet
+        picture_bChw, _ = self._both(x_bChw, t_b, self._call(unet, x_bChw, t_b, inputs, text))
         scaled_b = self._settings.timestep_scaling * t_b.float()
         skip_b = SIGMA_DATA**2 / (scaled_b**2 + SIGMA_DATA**2)
         out_b = scaled_b / (scaled_b**2 + SIGMA_DATA**2).sqrt()
@@ -209,9 +215,18 @@ class Distillation(FewSteps):
         read: ReadSettings,
         modules: Mapping[str, nn.Module],
         settings: DistillSettings,
+        *,
+        averages: bool = False,
         **more: Any,
     ) -> None:
+        """`averages`: the target is the answer of averaged weights, which `follow` is given; else the
+        student's own.
+        """
         super().__init__(model, objective, read, modules, settings, **more)
+        self._target: Any = None
+        if averages:
+            self._target = copy.deepcopy(self._teacher)
+            self.frozen = (*self.frozen, self._target)
         steps = settings.ddim_steps
         self._stride = objective.num_timesteps // steps
         self._points = (
@@ -219,6 +234,13 @@ class Distillation(FewSteps):
             if steps >= 8
             else [self._start_of(i) for i in range(steps)]
         )
+
+    @torch.no_grad()
+    def follow(self, averaged: Mapping[str, Tensor]) -> None:
+        """Take the averaged weights, by the trained ones' names, for the target of the next step."""
+        if self._target is not None:
+            weights = dict(self._target.named_parameters(prefix="unet"))
+            torch._foreach_copy_([weights[name] for name in averaged], list(averaged.values()))
 
     def _start_of(self, index: int) -> int:
         return (index + 1) * self._stride - 1
@@ -246,7 +268,7 @@ class Distillation(FewSteps):
         online_bChw = self._answer_at(noisy_bChw, start_b, inputs, text)
         with torch.no_grad():
             x_bChw = self._teachers_step(noisy_bChw, start_b, before_b, guidance_b, inputs, text)
-            target_bChw = self._answer_at(x_bChw, before_b, inputs, text)
+            target_bChw = self._answer_at(x_bChw, before_b, inputs, text, self._target)
         c = self._settings.huber_c
         square_bChw = (online_bChw.float() - target_bChw.float()).square()
         return (torch.sqrt(square_bChw + c * c) - c).mean(dim=(1, 2, 3))
