@@ -1,10 +1,10 @@
 """What few steps cost a trained model: distilled by LCM and by DMD2, against simply drawing in fewer steps.
 
-    python benchmarks/few_steps.py --out DIR [--seed 0] [--steps 700] [--dmd2-steps 3000] [--toy]
+    python benchmarks/few_steps.py --out DIR [--seed 0] [--steps 1200] [--dmd2-steps 3000] [--toy]
 
 Trains the quickstart's model (or takes the one that is in DIR/quickstart), distils it with each method, and
 scores 50 steps of the teacher, and 4, 2 and 1 steps of the teacher (the naive control) and of each student,
-on the quickstart's 64 captions that were never seen. One JSON line a finding, to DIR/few-steps.jsonl too.
+on the quickstart's 64 captions that were never seen, four pictures of each. One JSON line a finding, to DIR/few-steps.jsonl too.
 The same command goes on where it was stopped. `--toy`: the same way in a minute, its pictures are fog.
 """
 
@@ -36,7 +36,7 @@ def distilled(args: argparse.Namespace, method: str, few: int) -> Path:
     steps = args.steps if method == "lcm" else args.dmd2_steps
     distill: dict[str, Any] = {"method": method, "guidance_min": GUIDANCE, "guidance_max": GUIDANCE}
     if method == "lcm":
-        distill |= {"ddim_steps": args.ddim_steps}
+        distill |= {"ddim_steps": args.ddim_steps, "distance": args.distance}
     else:
         distill |= {"steps": few, "fake_updates": 5}
     recipe = make_recipe(
@@ -54,6 +54,8 @@ def distilled(args: argparse.Namespace, method: str, few: int) -> Path:
                 "lr": args.lr if method == "lcm" else args.dmd2_lr,
                 "warmup_steps": min(50, steps),
                 "lr_schedule": args.lr_schedule if method == "lcm" else "constant",
+                "beta2": 0.99,
+                "weight_decay": 0.0,
             },
             "train": {
                 "steps": steps,
@@ -61,7 +63,7 @@ def distilled(args: argparse.Namespace, method: str, few: int) -> Path:
                 "precision": "float32",
                 "seed": args.seed,
                 "log_every": max(1, steps // 10),
-                "ema": {"enabled": True, "decay": 0.995},
+                "ema": {"enabled": True, "decay": args.average if method == "lcm" else 0.995},
             },
             "checkpoint": {"every": max(1, steps // 4), "keep": 1},
         }
@@ -82,11 +84,14 @@ def main() -> None:
         opened = models.load(model)
         wanted = held_out(seed=args.seed)[: scale.num_prompts]
         began = time.process_time()
-        pictures = sample.generate(
-            opened, [one.caption for one in wanted], seed=args.seed, steps=steps, notice=lambda _: None, **how
-        )
+        pictures = []
+        for seed in range(args.seed, args.seed + args.seeds):
+            captions = [one.caption for one in wanted]
+            pictures += sample.generate(
+                opened, captions, seed=seed, steps=steps, notice=lambda _: None, **how
+            )
         spent = time.process_time() - began
-        found = score([picture.image for picture in pictures], wanted)
+        found = score([picture.image for picture in pictures], wanted * args.seeds)
         row = {
             "model": name,
             "steps": steps,
@@ -96,7 +101,7 @@ def main() -> None:
             "pictures": len(pictures),
             "cpu_s": round(spent, 2),
             "seed": args.seed,
-            "train_steps": {"lcm": args.steps, "dmd2": args.dmd2_steps}.get(name),
+            **settings_of(args, name),
             "cpu": machine().cpu,
             "torch": torch.__version__,
         }
@@ -114,14 +119,26 @@ def main() -> None:
         finding(distilled(args, "dmd2", steps), "dmd2", steps)
 
 
+def settings_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """What a student's row says of its training."""
+    if name == "lcm":
+        return {"train_steps": args.steps, "lr": args.lr} | {
+            key: getattr(args, key) for key in ("lr_schedule", "ddim_steps", "average", "distance")
+        }
+    return {"train_steps": args.dmd2_steps, "lr": args.dmd2_lr} if name == "dmd2" else {}
+
+
 def read_arguments() -> argparse.Namespace:
     """The command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", required=True, metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=700, help="of LCM")
+    parser.add_argument("--seeds", type=int, default=4, help="pictures of each caption")
+    parser.add_argument("--steps", type=int, default=1200, help="of LCM")
     parser.add_argument("--dmd2-steps", type=int, default=3000, help="of DMD2, the student's are a fifth")
-    parser.add_argument("--lr", type=float, default=5e-5, help="of LCM")
+    parser.add_argument("--lr", type=float, default=5e-4, help="of LCM")
+    parser.add_argument("--average", type=float, default=0.99, help="decay of the weights LCM learns from")
+    parser.add_argument("--distance", default="velocity", help="of LCM")
     parser.add_argument("--lr-schedule", default="cosine", help="of LCM")
     parser.add_argument(
         "--ddim-steps", type=int, default=10, help="of LCM's teacher: errors pass on from each"

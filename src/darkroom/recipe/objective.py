@@ -251,6 +251,11 @@ class DistillSettings(BaseModel):
     huber_c: float = Field(
         default=0.001, gt=0, description="of lcm, its pseudo-Huber loss: where it turns linear"
     )
+    distance: Literal["picture", "velocity"] = Field(
+        default="picture",
+        description="of lcm: between the two pictures, as in the paper, or between the velocities that they "
+        "mean at the student's timestep: the pictures' distance / sigma, so that low noise counts as much",
+    )
     target: Literal["average", "student"] | None = Field(
         default=None,
         description="of lcm: whose answer one of ddim_steps earlier is learned: that of the averaged weights "
@@ -277,8 +282,9 @@ class DistillSettings(BaseModel):
             others = {"steps": 4, "fake_updates": 5, "fake_lr": None}
             if given := next((name for name, usual in others.items() if getattr(self, name) != usual), None):
                 raise ValueError(f"{given} with method lcm, which has none; use method dmd2")
-        elif self.target is not None:
-            raise ValueError(f"target {self.target} with method dmd2, whose target is the teacher's score")
+        elif self.target is not None or self.distance != "picture":
+            given = (self.target and f"target {self.target}") or f"distance {self.distance}"
+            raise ValueError(f"{given} with method dmd2, whose target is the teacher's score")
         elif self.steps > self.ddim_steps:
             raise ValueError(f"steps {self.steps} is more than ddim_steps {self.ddim_steps}")
         return self

@@ -45,9 +45,11 @@ def scripts_loss(
     index: torch.Tensor,
     w: torch.Tensor,
     target_unet: torch.nn.Module | None = None,
+    *,
+    velocity: bool = False,
 ):
     """The loss as the script's training loop has it, w being its guidance: the scale less one. `target_unet`
-    is train_lcm_distill_sd_wds.py's.
+    is train_lcm_distill_sd_wds.py's; `velocity` compares what diffusers' scheduler calls so.
     """
     from diffusers import DDPMScheduler
 
@@ -84,6 +86,11 @@ def scripts_loss(
         prev = alpha_prev[index].view(-1, 1, 1, 1)
         x_prev = prev.sqrt() * x0 + (1.0 - prev).sqrt() * noise
         target = skip * x_prev + out * predicted(x_prev, timesteps, text, target_unet or unet)[0]
+    if velocity:  # of each picture the noise that the noisy latent has besides it
+        model_pred, target = (
+            noise_scheduler.get_velocity(x0, (noisy - rows(alpha, start) * x0) / rows(sigma, start), start)
+            for x0 in (model_pred, target)
+        )
     return (torch.sqrt((model_pred - target) ** 2 + 0.001**2) - 0.001).mean(dim=(1, 2, 3))
 
 
@@ -126,6 +133,17 @@ def test_the_target_is_the_averaged_weights_answer(recipe_of: MakeRecipe, base: 
     assert own.task._target is None
     assert job_of(recipe_of, base, *GUIDED, "train.ema.enabled=false").task._target is None
     assert job_of(recipe_of, base, *GUIDED, adapter={"rank": 4}).task._target is None
+
+
+def test_the_distance_of_velocities(recipe_of: MakeRecipe, base: Path) -> None:
+    """The same answers, compared as velocities; the control compares pictures."""
+    job = job_of(recipe_of, base, *GUIDED, "objective.distill.distance=velocity")
+    inputs = first_inputs(job)
+    index, w = inputs["index"], inputs["guidance"] - 1
+    found = job.task.losses(inputs)["loss"]
+    expected = scripts_loss(job, inputs, index, w, velocity=True)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    assert not torch.allclose(found, scripts_loss(job, inputs, index, w), rtol=1e-2)
 
 
 def test_the_average_is_on_where_the_student_learns_from_it() -> None:
@@ -226,6 +244,7 @@ def test_an_lcm_lora_opens_in_diffusers(recipe_of: MakeRecipe, base: Path, tmp_p
         ("model.train_text_encoder=true", "train_text_encoder"),
         ("objective.distill={target: average},train.ema.enabled=false", "average without averaged weights"),
         ("objective.distill={target: average, method: dmd2}", "target average with method dmd2"),
+        ("objective.distill={distance: velocity, method: dmd2}", "distance velocity with method dmd2"),
     ],
 )
 def test_what_cannot_be_is_refused(recipe_of: MakeRecipe, base: Path, override: str, word: str) -> None:

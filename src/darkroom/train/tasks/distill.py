@@ -269,9 +269,10 @@ class Distillation(FewSteps):
         with torch.no_grad():
             x_bChw = self._teachers_step(noisy_bChw, start_b, before_b, guidance_b, inputs, text)
             target_bChw = self._answer_at(x_bChw, before_b, inputs, text, self._target)
-        c = self._settings.huber_c
-        square_bChw = (online_bChw.float() - target_bChw.float()).square()
-        return (torch.sqrt(square_bChw + c * c) - c).mean(dim=(1, 2, 3))
+        c, apart_bChw = self._settings.huber_c, online_bChw.float() - target_bChw.float()
+        if self._settings.distance == "velocity":  # of the same noisy latent, alpha x - sigma v
+            apart_bChw = apart_bChw / wide(self._diffusion.sigmas[start_b])
+        return (torch.sqrt(apart_bChw.square() + c * c) - c).mean(dim=(1, 2, 3))
 
     def _teachers_step(
         self,
