@@ -154,12 +154,11 @@ def _opened(where: str, side: int, tokens: int, device: torch.device) -> tuple[E
 
 
 def steady(made: Made) -> Watched:
-    """The third step, watched: by then the optimiser has its state and captions are encoded."""
-    for k in range(2):
-        made.step(k, made.task.inputs(made.columns(), torch.device(CARD)))
+    """The second step, watched: by then the optimiser has its state and captions are encoded."""
+    made.step(0, made.task.inputs(made.columns(), torch.device(CARD)))
     columns, watched = made.columns(), Watched()
     with watched:
-        result = made.step(2, made.task.inputs(columns, torch.device(CARD)))
+        result = made.step(1, made.task.inputs(columns, torch.device(CARD)))
     assert not elsewhere([*result.losses.values(), result.grad_norm], CARD)
     return watched
 
