@@ -5,7 +5,8 @@
 Trains the quickstart's model (or takes the one that is in DIR/quickstart), distils it with each method, and
 scores 50 steps of the teacher, and 4, 2 and 1 steps of the teacher (the naive control) and of each student,
 on the quickstart's 64 captions that were never seen, four pictures of each. One JSON line a finding, to
-DIR/few-steps.jsonl too. The same command goes on where it was stopped. `--toy`: the same way in a minute, its pictures are fog.
+DIR/few-steps.jsonl too. The same command goes on where it was stopped. `--toy`: the same way in a minute,
+its pictures are fog.
 """
 
 from __future__ import annotations

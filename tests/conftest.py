@@ -30,6 +30,7 @@ sys.dont_write_bytecode = False
 gc.disable()  # until everything is imported and collected: nearly all of that stays
 LOOKED_AT_ALL_EVERY = 200  # tests
 TESTS = pytest.StashKey[int]()
+COUNT_FROZEN = gc.get_freeze_count
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -80,6 +81,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     gc.enable()
     _leave_out_of_collections(of_all=True)
+    gc.get_freeze_count = lambda: (
+        1
+    )  # it walks all that is frozen, and each training run asks whether anything is
 
 
 @pytest.hookimpl(wrapper=True)
@@ -95,6 +99,12 @@ def _leave_out_of_collections(*, of_all: bool) -> None:
         gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def counts_frozen(monkeypatch) -> None:
+    """`gc.get_freeze_count` itself."""
+    monkeypatch.setattr(gc, "get_freeze_count", COUNT_FROZEN)
 
 
 @pytest.fixture(autouse=True)

@@ -622,6 +622,7 @@ def test_the_bill_of_materials_of_this_environment_is_valid_cyclonedx(uv, tmp_pa
 # ---- the suite
 
 
+@pytest.mark.nightly
 def test_tests_of_one_group_run_in_one_process(tmp_path):
     """What `--dist loadgroup` promises; pytest 9.2 with xdist 3.8 broke it without a word: two Rays ran."""
     lines = ["import os, pytest, time"]
@@ -642,7 +643,7 @@ def test_tests_of_one_group_run_in_one_process(tmp_path):
     assert len(set((tmp_path / "apart").read_text().split())) == 2  # two processes there are
 
 
-def test_what_stays_for_good_is_left_out_of_garbage_collections():
+def test_what_stays_for_good_is_left_out_of_garbage_collections(counts_frozen):
     """Each training run makes a full one; with all tests collected it took half a second."""
     assert gc.isenabled()
     assert gc.get_freeze_count() > 5 * len(gc.get_objects())

@@ -97,6 +97,7 @@ def inputs_of(
     return found
 
 
+@nightly
 def test_one_machine_of_two_cpus_trains_encodes_and_decodes(laptop, store_path, tmp_path) -> None:
     """With captions encoded by the trainer nothing is rounded, so the weights are inline's to the bit."""
     alone = ("data.text=inline", "train.steps=6")

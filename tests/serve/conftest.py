@@ -122,10 +122,10 @@ class Released:
     """A U-Net without weights whose calls wait to be let go one by one."""
 
     def __init__(self) -> None:
-        self.steps, self.rows = threading.Semaphore(0), 0
+        self.steps, self.rows, self.calls = threading.Semaphore(0), 0, 0
 
     def __call__(self, x: torch.Tensor, *_: object) -> torch.Tensor:
-        self.rows = len(x)
+        self.rows, self.calls = len(x), self.calls + 1
         self.steps.acquire()
         return x * 0.1
 

@@ -341,7 +341,7 @@ def test_the_console_says_loss_speed_time_and_cost(recipe_of: MakeRecipe, tmp_pa
 
 
 def test_what_a_process_left_out_of_garbage_collections_stays_out(
-    recipe_of: MakeRecipe, tmp_path: Path
+    recipe_of: MakeRecipe, tmp_path: Path, counts_frozen: None
 ) -> None:
     """A host that froze its objects finds them frozen after a run, and one that did not finds none."""
     recipe = recipe_of("autoencoder", "train.steps=1")

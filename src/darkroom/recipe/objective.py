@@ -289,11 +289,6 @@ class DistillSettings(BaseModel):
             raise ValueError(f"steps {self.steps} is more than ddim_steps {self.ddim_steps}")
         return self
 
-    def learns_from_average(self, *, adapts: bool, averages: bool) -> bool:
-        """Whether averaged weights give the student's target."""
-        able = self.method == "lcm" and averages and not adapts
-        return able and self.target != "student"
-
 
 class ObjectiveSettings(BaseModel):
     """What is predicted, from how much noise, and how timesteps are weighed."""

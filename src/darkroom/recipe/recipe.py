@@ -625,8 +625,8 @@ def _distill(content: Mapping[str, Any]) -> Iterator[rules.Default]:
         return
     objective = content.get("objective")
     settings = objective.get("distill") if isinstance(objective, dict) else None
-    told = settings if isinstance(settings, dict) else {}
-    if told.get("method", "lcm") == "lcm" and told.get("target") != "student":
+    given = settings if isinstance(settings, dict) else {}
+    if given.get("method", "lcm") == "lcm" and given.get("target") != "student":
         yield "train.ema.enabled", True, "its averaged weights are what LCM's student learns from"
         yield "train.ema.decay", 0.95, "as LCM's paper has it"
 

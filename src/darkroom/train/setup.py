@@ -31,6 +31,7 @@ from darkroom.recipe.rules import channels_last
 from darkroom.recipe.sections import (
     AdapterSettings,
     DataSettings,
+    DistillSettings,
     ModelSettings,
     OptimSettings,
     ParallelSettings,
@@ -97,7 +98,7 @@ from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.scores import Scores
 from darkroom.train.step import Step, make_weights, micro_batches
 from darkroom.train.tasks.diffusion import SIZES, Columns, Diffusion, Preference, Reading, Task
-from darkroom.train.tasks.distill import Distillation, DistributionMatching
+from darkroom.train.tasks.distill import Distillation, DistributionMatching, FewSteps
 from darkroom.train.tasks.encoders import (
     Autoencoder,
     ExtractorModel,
@@ -453,17 +454,12 @@ def make_task(
     limit = None if recipe.adapter is None else partial(limit_norms, settings=recipe.adapter)
     if recipe.task == "distill":
         assert isinstance(objective, Objective)
-        settings, made_of = recipe.objective.distill, (model, objective, read, modules)
-        if settings.method == "dmd2":
-            return DistributionMatching(*made_of, settings, encode=encode, cache_text=True)
-        averages = recipe.train.ema.enabled
-        return Distillation(
-            *made_of,
-            settings,
+        return _distillation(
+            recipe.objective.distill,
+            (model, objective, read, modules),
+            averages=train.ema.enabled and not recipe.adapts,
             adapts=recipe.adapts,
-            averages=settings.learns_from_average(adapts=recipe.adapts, averages=averages),
             encode=encode,
-            cache_text=True,
             limit=limit,
         )
     made = partial(Preference, beta=recipe.objective.dpo.beta) if recipe.task == "dpo" else Diffusion
@@ -483,6 +479,20 @@ def make_task(
         extras=extras,
         limit=limit,
     )
+
+
+def _distillation(
+    settings: DistillSettings,
+    made_of: tuple[Model, Objective, ReadSettings, dict[str, nn.Module]],
+    *,
+    averages: bool,
+    **more: Any,
+) -> FewSteps:
+    """The task distill, by its method; `averages`: there are averaged weights that LCM can learn from."""
+    if settings.method == "dmd2":
+        return DistributionMatching(*made_of, settings, cache_text=True, encode=more["encode"])
+    learns = averages and settings.target != "student"
+    return Distillation(*made_of, settings, averages=learns, cache_text=True, **more)
 
 
 def _caption_changes(data: DataSettings, columns: tuple[str, ...]) -> dict[str, Any]:

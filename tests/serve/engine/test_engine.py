@@ -150,7 +150,7 @@ def drawn_together(running: Running, requests: list[PictureRequest], draw: rando
     return works
 
 
-@pytest.mark.parametrize("lanes", [2, 0])
+@pytest.mark.parametrize("lanes", [2, pytest.param(0, marks=pytest.mark.nightly)])
 def test_200_pictures_of_random_mixes_equal_their_lone_runs(small, adapter_folder, lanes):
     draw = random.Random(7)
     requests = [mixed_request(draw, i) for i in range(200)]

@@ -204,8 +204,12 @@ def small_enough(
 ) -> list[bytes]:
     """The pictures as JPEG, at the best quality at which all of them in base64 fit into one answer."""
     for quality in QUALITIES:
-        jpegs = [converted(png, "JPEG", quality, provenance) for png in pngs]
-        if sum(len(jpeg) + 200 for jpeg in jpegs) * 4 / 3 <= most_bytes:
+        jpegs: list[bytes] = []
+        for png in pngs:
+            jpegs.append(converted(png, "JPEG", quality, provenance))
+            if sum(len(jpeg) + 200 for jpeg in jpegs) * 4 / 3 > most_bytes:
+                break
+        else:
             return jpegs
     raise Refused(
         422, "too_large", "the pictures do not fit into an answer of 1.5 MB: ask for fewer", param="instances"
