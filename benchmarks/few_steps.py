@@ -29,6 +29,7 @@ from darkroom.train import train
 GUIDANCE = 1.5
 """The quickstart's."""
 FEW = (4, 2, 1)
+METHODS = ("lcm", "dmd2")
 
 
 def distilled(args: argparse.Namespace, method: str, few: int) -> Path:
@@ -37,7 +38,7 @@ def distilled(args: argparse.Namespace, method: str, few: int) -> Path:
     steps = args.steps if method == "lcm" else args.dmd2_steps
     distill: dict[str, Any] = {"method": method, "guidance_min": GUIDANCE, "guidance_max": GUIDANCE}
     if method == "lcm":
-        distill |= {"ddim_steps": args.ddim_steps, "distance": args.distance}
+        distill |= {"ddim_steps": args.ddim_steps, "distance": args.distance, "target": args.target}
     else:
         distill |= {"steps": few, "fake_updates": 5}
     recipe = make_recipe(
@@ -114,17 +115,16 @@ def main() -> None:
     plain = {"guidance": GUIDANCE, "solver": "dpmpp_2m"}
     for steps in (50, *FEW):
         finding(teacher, "teacher", steps, **plain)
-    for steps in FEW:
-        finding(distilled(args, "lcm", steps), "lcm", steps)
-    for steps in FEW:
-        finding(distilled(args, "dmd2", steps), "dmd2", steps)
+    for method in args.method or METHODS:
+        for steps in FEW:
+            finding(distilled(args, method, steps), method, steps)
 
 
 def settings_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """What a student's row says of its training."""
     if name == "lcm":
         return {"train_steps": args.steps, "lr": args.lr} | {
-            key: getattr(args, key) for key in ("lr_schedule", "ddim_steps", "average", "distance")
+            key: getattr(args, key) for key in ("lr_schedule", "ddim_steps", "target", "average", "distance")
         }
     return {"train_steps": args.dmd2_steps, "lr": args.dmd2_lr} if name == "dmd2" else {}
 
@@ -135,10 +135,12 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--out", required=True, metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=4, help="pictures of each caption")
+    parser.add_argument("--method", choices=METHODS, action="append", help="both if not said")
     parser.add_argument("--steps", type=int, default=1200, help="of LCM")
     parser.add_argument("--dmd2-steps", type=int, default=3000, help="of DMD2, the student's are a fifth")
     parser.add_argument("--lr", type=float, default=5e-4, help="of LCM")
     parser.add_argument("--average", type=float, default=0.99, help="decay of the weights LCM learns from")
+    parser.add_argument("--target", choices=("average", "student"), default="average", help="of LCM")
     parser.add_argument("--distance", default="velocity", help="of LCM")
     parser.add_argument("--lr-schedule", default="cosine", help="of LCM")
     parser.add_argument(
