@@ -56,8 +56,7 @@ def distilled(args: argparse.Namespace, method: str, few: int) -> Path:
                 "lr": args.lr if method == "lcm" else args.dmd2_lr,
                 "warmup_steps": min(50, steps),
                 "lr_schedule": args.lr_schedule if method == "lcm" else "constant",
-                "beta2": 0.99,
-                "weight_decay": 0.0,
+                **({"beta2": 0.99, "weight_decay": 0.0} if method == "lcm" else {}),
             },
             "train": {
                 "steps": steps,
@@ -80,7 +79,10 @@ def main() -> None:
     print("the quickstart's model", flush=True)
     teacher = quickstart(out / "quickstart", seed=args.seed, scale=scale).model
     rows = out / "few-steps.jsonl"
-    rows.write_text("", encoding="utf-8")
+    kept = rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []
+    again = ("teacher", *(args.method or METHODS))
+    kept = [line for line in kept if json.loads(line)["model"] not in again]
+    rows.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
     def finding(model: Path, name: str, steps: int, **how: Any) -> None:
         opened = models.load(model)

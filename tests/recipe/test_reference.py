@@ -97,6 +97,13 @@ def test_the_printed_defaults_of_a_task_are_those_it_gets():
     lr, steps = (reference.find_keys(key)[0] for key in ("optim.lr", "train.steps"))
     assert {one.when: one.value for one in lr.other_defaults}["task: dreambooth"] == recipe.optim.lr
     assert {one.when: one.value for one in steps.other_defaults}["task: dreambooth"] == recipe.train.steps
+    recipe = make_recipe(
+        {"task": "distill", "model": {"base": "tiny"}, "data": {"store": "x", "resolution": 32}}
+    )
+    enabled, decay = (reference.find_keys(f"train.ema.{key}")[0] for key in ("enabled", "decay"))
+    assert {one.when: one.value for one in decay.other_defaults}["task: distill"] == recipe.train.ema.decay
+    assert recipe.train.ema.enabled == enabled.default
+    assert not any("distill" in one.when for one in enabled.other_defaults)
 
 
 @pytest.mark.parametrize(

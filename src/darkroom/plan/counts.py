@@ -278,11 +278,12 @@ _OPENED: dict[tuple[Path, str], Profile] = {}
 def cached_profile(key: dict[str, Any], make: Callable[[], Profile]) -> Profile:
     """The profile that `make` counts, or the one it counted before."""
     place = cache_folder(), _digest(key)
-    if place not in _OPENED:
+    if (profile := _OPENED.get(place)) is None:
+        profile = Profile.from_dict(cached(key, lambda: make().to_dict()))
         if len(_OPENED) >= MOST_OPENED:
             _OPENED.clear()
-        _OPENED[place] = Profile.from_dict(cached(key, lambda: make().to_dict()))
-    return _OPENED[place]
+        _OPENED[place] = profile
+    return profile
 
 
 def cached(key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

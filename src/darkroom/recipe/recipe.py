@@ -195,7 +195,7 @@ class Recipe(BaseModel):
         rules.check_parallel(task, self.parallel, optim, train)
         rules.check_online(task, data)
         rules.check_extras(task, train, data, phases=bool(self.phases))
-        rules.check_distill(task, objective, model, adapter, train)
+        rules.check_distill(task, objective, model, adapter, train, optim)
         rules.check_patience(self.evaluate, data)
 
     def check(self, processes: int | None = None) -> None:
@@ -626,6 +626,10 @@ def _distill(content: Mapping[str, Any]) -> Iterator[rules.Default]:
     objective = content.get("objective")
     settings = objective.get("distill") if isinstance(objective, dict) else None
     given = settings if isinstance(settings, dict) else {}
+    train = content.get("train")
+    ema = train.get("ema") if isinstance(train, dict) else None
+    if isinstance(ema, dict) and ema.get("enabled") is False:
+        return
     if given.get("method", "lcm") == "lcm" and given.get("target") != "student":
         yield "train.ema.enabled", True, "its averaged weights are what LCM's student learns from"
         yield "train.ema.decay", 0.95, "as LCM's paper has it"

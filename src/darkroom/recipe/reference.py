@@ -220,7 +220,7 @@ def _other_defaults() -> dict[str, list[OtherDefault]]:
     cases.append(("optim.fused_backward: true", {"optim": {"fused_backward": True}}))
     found: dict[str, list[OtherDefault]] = {}
     for when, content in cases:
-        for key, value, why in defaults_of(content):
+        for key, (value, why) in _first(defaults_of(content)).items():
             found.setdefault(key, []).append(OtherDefault(when, value, why))
     for name in optimisers:
         alone = _first(defaults_of({"optim": {"name": name}}))

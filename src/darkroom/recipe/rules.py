@@ -306,6 +306,7 @@ def check_distill(
     model: ModelSettings,
     adapter: AdapterSettings | None,
     train: TrainSettings,
+    optim: OptimSettings,
 ) -> None:
     """RecipeError for what distillation cannot have, or needs and was not given."""
     if task != "distill":
@@ -330,6 +331,12 @@ def check_distill(
         if adapter is not None:
             raise RecipeError(
                 "objective.distill.target", "average with an adapter", allowed="student, or all of the U-Net"
+            )
+        if optim.name == "schedule-free":
+            raise RecipeError(
+                "objective.distill.target",
+                "average with schedule-free",
+                allowed="student, or another optimiser",
             )
         if not train.ema.enabled:
             raise RecipeError(

@@ -366,7 +366,7 @@ def bare_step(
     if innermost is None:
         innermost = channels_last(train.channels_last, device.type, sharded=ranks.sharded)
     if innermost:
-        lay_out(task.modules.values(), innermost=True)
+        lay_out([*task.modules.values(), *_other_unets(task)], innermost=True)
     for module in task.modules.values():
         module.train()
         if train.gradient_checkpointing:
@@ -396,7 +396,13 @@ def _compile(task: Task, settings: TrainSettings) -> None:
     if settings.compile == "none":
         return
     denoiser = task.modules.get("unet", next(iter(task.modules.values())))
-    compile_blocks(denoiser) if settings.compile == "blocks" else compile_whole(denoiser)
+    for module in (denoiser, *_other_unets(task)):
+        compile_blocks(module) if settings.compile == "blocks" else compile_whole(module)
+
+
+def _other_unets(task: Task) -> Sequence[nn.Module]:
+    """Those that answer besides the trained one: a distilled student's teacher and target."""
+    return task.frozen if isinstance(task, FewSteps) else ()
 
 
 # ---- what is put together

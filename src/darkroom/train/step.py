@@ -80,7 +80,7 @@ class Step:
         # Tasks whose steps are of several kinds are given which one it is.
         self._begin: Callable[[int], None] = getattr(task, "begin", lambda k: None)
         # And those that compute with the averaged weights are given them.
-        self._follow: Callable[[Mapping[str, Tensor]], None] = getattr(task, "follow", lambda averaged: None)
+        self._follow: Callable[[Mapping[str, Tensor]], None] | None = getattr(task, "follow", None)
         self._limit: Callable[[Mapping[str, Tensor]], None] = getattr(task, "limit", lambda masters: None)
         self._rows_a_picture = rows_a_picture
         self.set_micro_batch(micro_batch)
@@ -105,7 +105,8 @@ class Step:
     def __call__(self, k: int, inputs: Inputs) -> StepResult:
         torch.manual_seed(_step_seed(self._train.seed, k))  # dropout, where a model has any
         self._begin(k)
-        self._follow(self.ema.weights())
+        if self._follow is not None:
+            self._follow(self.ema.weights())
         factor = lr_factor(k, self._train.steps, self._optim)
         set_lr(self.optimiser, factor, k)
         losses = self._fitting_gradients(inputs)
@@ -179,7 +180,8 @@ class Step:
         masters = list(self.weights.masters.values())
         try:
             device = masters[0].device
-            state = 2 * sum(master.nbytes for master in masters)
+            kept = 3 if self._train.ema.enabled else 2  # the optimiser's means, and the average
+            state = kept * sum(master.nbytes for master in masters)
             limited = accelerator.kind_of(device).own_memory
             held = torch.empty(state if limited else 0, dtype=torch.uint8, device=device)
             self.weights.expect(last=False)

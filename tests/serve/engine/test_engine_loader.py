@@ -10,6 +10,7 @@ import torch
 
 from cpu_graphs import Captured
 from darkroom import models, sample
+from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import torch_backend
 from darkroom.sample.optimisations.applied import Applied
 from darkroom.sample.optimisations.compiled import cuda_graphs
@@ -67,3 +68,27 @@ def test_sizes_that_are_declared_are_captured_before_the_first_job(monkeypatch) 
     assert [step((32, 32), *scales) for scales in ((1.0,), (5.0,), (1.0, 5.0), (5.0, 5.0, 5.0))] == [0] * 4
     assert step((64, 32), 5.0, 1.0) == 0
     assert step((32, 64), 5.0) == 1, "the control: a size that was not declared"
+
+
+def test_a_row_is_counted_once_for_models_that_are_built_alike(tmp_path, monkeypatch):
+    """And anew for a wider one, a longer text or another type; in the control nothing is remembered."""
+    counted = []
+    plain = loader._peak_bytes
+    monkeypatch.setattr(loader, "_ROW_BYTES", {})
+    monkeypatch.setattr(loader, "_peak_bytes", lambda *how: counted.append(how[2]) or plain(*how))
+
+    def rows_of(name, dtype=None, **unet):
+        model = models.create("tiny", seed=len(counted), overrides={"unet": unet})
+        models.save(model, tmp_path / name)
+        opened = models.load(tmp_path / name, dtype=dtype)
+        return loader.row_bytes(opened, open_backend("torch", opened, optimise="none"))
+
+    first = rows_of("a")
+    assert rows_of("b") == first
+    assert counted == [1, 3]
+    wider = rows_of("c", block_out_channels=[64, 64])
+    assert rows_of("d", dtype=torch.bfloat16) < first < wider
+    assert counted == [1, 3] * 3
+    loader._ROW_BYTES.clear()
+    assert rows_of("e") == first
+    assert counted == [1, 3] * 4

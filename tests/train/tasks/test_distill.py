@@ -252,6 +252,13 @@ def test_what_cannot_be_is_refused(recipe_of: MakeRecipe, base: Path, override: 
         job_of(recipe_of, base, *re.split(",(?=train)", override))
 
 
+def test_schedule_free_has_an_average_that_no_step_reads(recipe_of: MakeRecipe, base: Path) -> None:
+    """Where it is asked for; unasked the student's own answer is the target."""
+    free = {"optim": {"name": "schedule-free"}}
+    with pytest.raises(RecipeError, match="average with schedule-free; allowed: student"):
+        job_of(recipe_of, base, "objective.distill.target=average", **free)
+
+
 def test_an_adapter_has_no_averaged_target(recipe_of: MakeRecipe, base: Path) -> None:
     with pytest.raises(RecipeError, match="average with an adapter"):
         job_of(recipe_of, base, "objective.distill.target=average", adapter={"rank": 4})

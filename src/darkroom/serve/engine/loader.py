@@ -358,15 +358,15 @@ def row_bytes(model: Model, backend: Backend) -> int | None:
     """What one more U-Net evaluation takes at the model's own size, counted on fake tensors; once in this
     process for models that are built alike.
     """
-    alike = _build_hash(model, backend)
-    if alike not in _ROW_BYTES:
-        try:
+    try:
+        alike = _build_hash(model, backend)
+        if alike not in _ROW_BYTES:
             one, three = (_peak_bytes(model, backend, rows) for rows in (1, 3))
-        except Exception as error:  # a backend that cannot be counted
-            LOG.warning("capacity is not counted: %s: %s", type(error).__name__, error)
-            return None
-        _ROW_BYTES[alike] = max(1, (three - one) // 2)
-    return _ROW_BYTES[alike]
+            _ROW_BYTES[alike] = max(1, (three - one) // 2)
+        return _ROW_BYTES[alike]
+    except Exception as error:  # a backend that cannot be counted
+        LOG.warning("capacity is not counted: %s: %s", type(error).__name__, error)
+        return None
 
 
 _ROW_BYTES: dict[str, int] = {}
@@ -376,13 +376,18 @@ def _build_hash(model: Model, backend: Backend) -> str:
     """Of all that the bytes of a call depend on but the number of rows."""
     unet: Any = model.unet
     parts = [
-        {name: str(value) for name, value in unet.config.items()},
+        {name: str(value) for name, value in unet.config.items() if not name.startswith("_")},
+        [(ids.model_max_length, encoder.config.max_position_embeddings) for ids, encoder in _texts(model)],
         [(type(module).__qualname__, module.training) for module in unet.modules()],
         [(tuple(weight.shape), str(weight.dtype)) for weight in unet.parameters()],
         *(str(value) for value in (backend.name, backend.optimised, backend.device.type, backend.dtype)),
         *(str(value) for value in (model.sample_size, model.is_sdxl, repaints(model))),
     ]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _texts(model: Model) -> zip[tuple[Any, Any]]:
+    return zip(model.tokenizers, model.text_encoders, strict=True)
 
 
 def rows_for_memory(

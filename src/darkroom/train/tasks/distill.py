@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,8 @@ from darkroom.train.tasks.diffusion import Columns, Diffusion
 SIGMA_DATA = 0.5
 """LCM's: the boundary condition's standard deviation of data."""
 USUAL_GUIDANCE = 7.5
+LEAST_SIGMA = 1e-3
+"""Of unusual schedules the first timesteps have less, and velocities would be without bounds there."""
 _KEPT = (
     "num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type",
     "rescale_betas_zero_snr",
@@ -224,9 +226,11 @@ class Distillation(FewSteps):
         """
         super().__init__(model, objective, read, modules, settings, **more)
         self._target: Any = None
+        self.follow: Callable[[Mapping[str, Tensor]], None] | None = None
         if averages:
             self._target = copy.deepcopy(self._teacher)
             self.frozen = (*self.frozen, self._target)
+            self.follow = self._take
         steps = settings.ddim_steps
         self._stride = objective.num_timesteps // steps
         self._points = (
@@ -236,11 +240,10 @@ class Distillation(FewSteps):
         )
 
     @torch.no_grad()
-    def follow(self, averaged: Mapping[str, Tensor]) -> None:
+    def _take(self, averaged: Mapping[str, Tensor]) -> None:
         """Take the averaged weights, by the trained ones' names, for the target of the next step."""
-        if self._target is not None:
-            weights = dict(self._target.named_parameters(prefix="unet"))
-            torch._foreach_copy_([weights[name] for name in averaged], list(averaged.values()))
+        weights = dict(self._target.named_parameters(prefix="unet"))
+        torch._foreach_copy_([weights[name] for name in averaged], list(averaged.values()))
 
     def _start_of(self, index: int) -> int:
         return (index + 1) * self._stride - 1
@@ -271,7 +274,7 @@ class Distillation(FewSteps):
             target_bChw = self._answer_at(x_bChw, before_b, inputs, text, self._target)
         c, apart_bChw = self._settings.huber_c, online_bChw.float() - target_bChw.float()
         if self._settings.distance == "velocity":  # of the same noisy latent, alpha x - sigma v
-            apart_bChw = apart_bChw / wide(self._diffusion.sigmas[start_b])
+            apart_bChw = apart_bChw / wide(self._diffusion.sigmas[start_b].clamp_min(LEAST_SIGMA))
         return (torch.sqrt(apart_bChw.square() + c * c) - c).mean(dim=(1, 2, 3))
 
     def _teachers_step(
