@@ -1,6 +1,6 @@
 """What few steps cost a trained model: distilled by LCM and by DMD2, against simply drawing in fewer steps.
 
-    python benchmarks/few_steps.py --out DIR [--seed 0] [--steps 1200] [--dmd2-steps 3000] [--toy]
+    python benchmarks/few_steps.py --out DIR [--seed 0] [--steps 2400] [--dmd2-steps 3000] [--toy]
 
 Trains the quickstart's model (or takes the one that is in DIR/quickstart), distils it with each method, and
 scores 50 steps of the teacher, and 4, 2 and 1 steps of the teacher (the naive control) and of each student,
@@ -138,7 +138,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=4, help="pictures of each caption")
     parser.add_argument("--method", choices=METHODS, action="append", help="both if not said")
-    parser.add_argument("--steps", type=int, default=1200, help="of LCM")
+    parser.add_argument("--steps", type=int, default=2400, help="of LCM")
     parser.add_argument("--dmd2-steps", type=int, default=3000, help="of DMD2, the student's are a fifth")
     parser.add_argument("--lr", type=float, default=5e-4, help="of LCM")
     parser.add_argument("--average", type=float, default=0.99, help="decay of the weights LCM learns from")
