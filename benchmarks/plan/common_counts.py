@@ -71,6 +71,7 @@ def counted(chosen: list[list[str]]) -> dict[str, dict[str, Any]]:
                 print(f"{time.process_time() - began:6.1f} s  {' '.join(command)}", flush=True)
                 if number == 0:
                     shutil.rmtree(folder)
+                    counts._OPENED.clear()
             files = sorted(Path(folder, "plans").glob("*.json"))
             kept = {one.stem: json.loads(one.read_text(encoding="utf-8")) for one in files}
     finally:
