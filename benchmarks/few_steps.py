@@ -1,66 +1,131 @@
 """What few steps cost a trained model: distilled by LCM and by DMD2, against simply drawing in fewer steps.
 
     python benchmarks/few_steps.py --out DIR [--seed 0] [--steps 2400] [--dmd2-steps 3000] [--toy]
+    python benchmarks/few_steps.py --out DIR --run runs/emoji --store emoji.lance
 
-Trains the quickstart's model (or takes the one that is in DIR/quickstart), distils it with each method, and
-scores 50 steps of the teacher, and 4, 2 and 1 steps of the teacher (the naive control) and of each student,
-on the quickstart's 64 captions that were never seen, four pictures of each; and how near each picture is to
-the teacher's in 50 steps from the same noise, which of several steps LCM's share at the first alone. One JSON
-line a finding, to DIR/few-steps.jsonl too. The same command goes on where it was stopped. `--toy`: the same
-way in a minute, its pictures are fog.
+Trains the quickstart's model (or takes the one that is in DIR/quickstart), or takes that of a run of
+recipes/emoji.yaml, distils it with each method, and scores 50 steps of the teacher, and 4, 2 and 1 steps of
+the teacher (the naive control) and of each student. Of the quickstart on its 64 captions that were never
+seen, four pictures of each: the share whose colours and shape are right. Of emoji on 128 names it learned
+from, two pictures of each: the share that comes nearer to Noto's picture of that name than to any other
+(`nearest`, by chance one in all names). And how near each picture is to the teacher's in 50 steps from the
+same noise, which of several steps a student's share at the first alone. DMD2's student of four steps also
+draws in two and one, at some of the same timesteps. One JSON line a finding, to DIR/few-steps.jsonl too. The
+same command goes on where it was stopped. `--toy`: the same way in a minute, its pictures are fog.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
 from darkroom import models, sample
+from darkroom.data import Store
 from darkroom.hardware import machine
 from darkroom.quickstart.journey import FULL, TOY, quickstart, score
 from darkroom.quickstart.shapes import held_out
-from darkroom.recipe import make_recipe
+from darkroom.recipe import make_recipe, read_recipe
+from darkroom.run import Run
 from darkroom.sample.likeness import likeness
 from darkroom.train import train
+from darkroom.train.feed import select_rows
 
-GUIDANCE = 1.5
-"""The quickstart's."""
 FEW = (4, 2, 1)
 METHODS = ("lcm", "dmd2")
 UNTRAINED = "teacher, drawn as a student"
+NUM_NAMES = 128
 
 
-def distilled(args: argparse.Namespace, method: str, few: int) -> Path:
-    """A student's model; one for all numbers of steps with LCM, one for each with DMD2."""
-    out = Path(args.out) / f"{method}{'' if method == 'lcm' else f'-{few}'}"
-    steps = args.steps if method == "lcm" else args.dmd2_steps
-    distill: dict[str, Any] = {"method": method, "guidance_min": GUIDANCE, "guidance_max": GUIDANCE}
-    if method == "lcm":
+@dataclass(frozen=True)
+class Subject:
+    """A trained model, what it learned from, and how its pictures are scored."""
+
+    name: str
+    teacher: Path
+    data: dict[str, Any]
+    captions: Sequence[str]
+    guidance: float
+    score: Callable[[Sequence[Image.Image]], dict[str, float]]
+
+
+def shapes(args: argparse.Namespace) -> Subject:
+    """The quickstart's model; trained where it is not there."""
+    scale = TOY if args.toy else FULL
+    print("the quickstart's model", flush=True)
+    teacher = quickstart(Path(args.out) / "quickstart", seed=args.seed, scale=scale).model
+    wanted = held_out(seed=args.seed)[: scale.num_prompts]
+
+    def scores(images: Sequence[Image.Image]) -> dict[str, float]:
+        found = score(images, wanted * args.seeds)
+        return {name: getattr(found, name) for name in ("color_fidelity", "shape_fidelity", "all_fidelity")}
+
+    store = Path(args.out) / "quickstart" / "pictures.lance"
+    data = {"store": str(store), "resolution": 32}
+    return Subject("quickstart", teacher, data, [one.caption for one in wanted], scale.guidance, scores)
+
+
+def emoji(args: argparse.Namespace) -> Subject:
+    """The model of a run of recipes/emoji.yaml; scored on names drawn at random from those it learned."""
+    run, store = Run.open(args.run), Store.open(args.store)
+    recipe = read_recipe(run.path / "recipe.yaml")
+    learned, _ = select_rows(store, recipe.data)
+    rows = store.take(learned.positions(np.arange(len(learned))), ["caption", "picture"]).to_pylist()
+    names = [row["caption"] for row in rows]
+    truths = torch.from_numpy(np.stack([on_white(row["picture"]) for row in rows])).flatten(1)
+    chosen = sorted(np.random.default_rng(args.seed).choice(len(rows), NUM_NAMES, replace=False))
+    captions = [names[i] for i in chosen]
+
+    def scores(images: Sequence[Image.Image]) -> dict[str, float]:
+        drawn = torch.from_numpy(np.stack([np.asarray(image, np.float32) for image in images])).flatten(1)
+        nearest = torch.cdist(drawn, truths).argmin(dim=1).tolist()
+        right = [names[i] == name for i, name in zip(nearest, captions * args.seeds, strict=True)]
+        return {"nearest": sum(right) / len(right)}
+
+    data = {"store": str(args.store), "resolution": recipe.data.resolution, "filter": recipe.data.filter}
+    guidance = recipe.sample.guidance
+    return Subject("emoji", Path(run.model), data, captions, guidance, scores)
+
+
+def on_white(encoded: bytes) -> np.ndarray:
+    """A picture [H, W, 3], float32 levels, laid on white."""
+    with Image.open(io.BytesIO(encoded)) as picture:
+        white = Image.new("RGBA", picture.size, "white")
+        laid = Image.alpha_composite(white, picture.convert("RGBA")).convert("RGB")
+    return np.asarray(laid, dtype=np.float32)
+
+
+def distilled(args: argparse.Namespace, subject: Subject, method: str) -> Path:
+    """A student's model."""
+    guidance = subject.guidance
+    distill: dict[str, Any] = {"method": method, "guidance_min": guidance, "guidance_max": guidance}
+    lcm = method == "lcm"
+    if lcm:
         distill |= {"ddim_steps": args.ddim_steps, "distance": args.distance, "target": args.target}
     else:
-        distill |= {"steps": few, "fake_updates": 5}
+        distill |= {"steps": max(FEW), "fake_updates": args.fake_updates}
+    steps = args.steps if lcm else args.dmd2_steps
     recipe = make_recipe(
         {
             "task": "distill",
-            "model": {"base": str(Path(args.out) / "quickstart" / "runs" / "pretrain" / "model")},
-            "data": {
-                "store": str(Path(args.out) / "quickstart" / "pictures.lance"),
-                "resolution": 32,
-                "encode": "stored",
-                "text": "inline",
-            },
+            "model": {"base": str(subject.teacher)},
+            "data": {**subject.data, "encode": "stored", "text": "inline"},
             "objective": {"distill": distill},
             "optim": {
-                "lr": args.lr if method == "lcm" else args.dmd2_lr,
+                "lr": args.lr if lcm else args.dmd2_lr,
                 "warmup_steps": min(50, steps),
-                "lr_schedule": args.lr_schedule if method == "lcm" else "constant",
-                **({"beta2": 0.99, "weight_decay": 0.0} if method == "lcm" else {}),
+                "lr_schedule": args.lr_schedule if lcm else "constant",
+                "beta2": 0.99,
+                "weight_decay": 0.0,
             },
             "train": {
                 "steps": steps,
@@ -68,21 +133,21 @@ def distilled(args: argparse.Namespace, method: str, few: int) -> Path:
                 "precision": "float32",
                 "seed": args.seed,
                 "log_every": max(1, steps // 10),
-                "ema": {"enabled": True, "decay": args.average if method == "lcm" else 0.995},
+                "ema": {"enabled": True, "decay": args.average if lcm else 0.995},
             },
             "checkpoint": {"every": max(1, steps // 4), "keep": 1},
         }
     )
+    out = Path(args.out) / method
     return train(recipe, out=out, console=lambda line: print(line, flush=True)).model
 
 
 def main() -> None:
     args = read_arguments()
     out = Path(args.out)
-    scale = TOY if args.toy else FULL
-    print("the quickstart's model", flush=True)
-    teacher = quickstart(out / "quickstart", seed=args.seed, scale=scale).model
+    subject = emoji(args) if args.run else shapes(args)
     rows = out / "few-steps.jsonl"
+    out.mkdir(parents=True, exist_ok=True)
     kept = rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []
     again = ("teacher", UNTRAINED, *(args.method or METHODS))
     kept = [line for line in kept if json.loads(line)["model"] not in again]
@@ -92,26 +157,23 @@ def main() -> None:
 
     def finding(model: Path, name: str, steps: int, **how: Any) -> None:
         opened = models.load(model)
-        wanted = held_out(seed=args.seed)[: scale.num_prompts]
         began = time.process_time()
         pictures = []
         for seed in range(args.seed, args.seed + args.seeds):
-            captions = [one.caption for one in wanted]
             pictures += sample.generate(
-                opened, captions, seed=seed, steps=steps, notice=lambda _: None, **how
+                opened, subject.captions, seed=seed, steps=steps, notice=lambda _: None, **how
             )
         spent = time.process_time() - began
         images = [picture.image for picture in pictures]
-        found = score(images, wanted * args.seeds)
         alike = likeness(images, firsts) if firsts else {}
         firsts[:] = firsts or images
+        show(images, out / f"{name.replace(', ', '-').replace(' ', '-')}-{steps}.png")
         row = {
+            "subject": subject.name,
             "model": name,
             "steps": steps,
-            "color_fidelity": found.color_fidelity,
-            "shape_fidelity": found.shape_fidelity,
-            "all_fidelity": found.all_fidelity,
-            **{f"{name}_to_first": round(alike[name], 3) for name in ("psnr_db", "ssim") if alike},
+            **subject.score(images),
+            **{f"{key}_to_first": round(alike[key], 3) for key in ("psnr_db", "ssim") if alike},
             "pictures": len(pictures),
             "cpu_s": round(spent, 2),
             "seed": args.seed,
@@ -124,15 +186,25 @@ def main() -> None:
         with rows.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    plain = {"guidance": GUIDANCE, "solver": "dpmpp_2m"}
+    plain = {"guidance": subject.guidance, "solver": "dpmpp_2m"}
     for steps in (50, *FEW):
-        finding(teacher, "teacher", steps, **plain)
+        finding(subject.teacher, "teacher", steps, **plain)
     # Its mean pictures, without guidance: blurred, and more often right than one guided step.
     for steps in FEW:
-        finding(teacher, UNTRAINED, steps, guidance=1.0, solver="lcm")
+        finding(subject.teacher, UNTRAINED, steps, guidance=1.0, solver="lcm")
     for method in args.method or METHODS:
+        student = distilled(args, subject, method)
         for steps in FEW:
-            finding(distilled(args, method, steps), method, steps)
+            finding(student, method, steps)
+
+
+def show(images: Sequence[Image.Image], path: Path) -> None:
+    """The first 24 pictures, twelve in a line, to look at."""
+    width, height = images[0].size
+    sheet = Image.new("RGB", (12 * width, 2 * height), "white")
+    for i, image in enumerate(images[:24]):
+        sheet.paste(image, (i % 12 * width, i // 12 * height))
+    sheet.save(path)
 
 
 def settings_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -141,7 +213,9 @@ def settings_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
         return {"train_steps": args.steps, "lr": args.lr} | {
             key: getattr(args, key) for key in ("lr_schedule", "ddim_steps", "target", "average", "distance")
         }
-    return {"train_steps": args.dmd2_steps, "lr": args.dmd2_lr} if name == "dmd2" else {}
+    if name != "dmd2":
+        return {}
+    return {"train_steps": args.dmd2_steps, "lr": args.dmd2_lr, "fake_updates": args.fake_updates}
 
 
 def read_arguments() -> argparse.Namespace:
@@ -149,7 +223,11 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", required=True, metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=4, help="pictures of each caption")
+    parser.add_argument("--seeds", type=int, help="pictures of each caption; 4, of emoji 2")
+    parser.add_argument(
+        "--run", metavar="RUN", help="a run of recipes/emoji.yaml, in place of the quickstart"
+    )
+    parser.add_argument("--store", metavar="STORE", help="what that run learned from")
     parser.add_argument("--method", choices=METHODS, action="append", help="both if not said")
     parser.add_argument("--steps", type=int, default=2400, help="of LCM")
     parser.add_argument("--dmd2-steps", type=int, default=3000, help="of DMD2, the student's are a fifth")
@@ -162,8 +240,12 @@ def read_arguments() -> argparse.Namespace:
         "--ddim-steps", type=int, default=10, help="of LCM's teacher: errors pass on from each"
     )
     parser.add_argument("--dmd2-lr", type=float, default=1e-4, help="of DMD2")
+    parser.add_argument("--fake-updates", type=int, default=5, help="of DMD2: steps for each of the student")
     parser.add_argument("--toy", action="store_true")
     args = parser.parse_args()
+    if (args.run is None) is not (args.store is None):
+        parser.error("--run and --store go together")
+    args.seeds = args.seeds or (2 if args.run else 4)
     if args.toy:
         args.steps = args.dmd2_steps = 4
     return args

@@ -81,9 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     gc.enable()
     _leave_out_of_collections(of_all=True)
-    gc.get_freeze_count = lambda: (
-        1
-    )  # it walks all that is frozen, and each training run asks whether anything is
+    # It walks all that is frozen, and each training run asks whether anything is.
+    gc.get_freeze_count = lambda: 1
 
 
 @pytest.hookimpl(wrapper=True)

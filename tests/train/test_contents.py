@@ -21,8 +21,9 @@ from darkroom.data.importers.job import import_pictures
 from darkroom.data.store import Store
 from darkroom.errors import InputError
 from darkroom.recipe import Recipe
+from darkroom.recipe.sections import ModelSettings
 from darkroom.run import Run
-from darkroom.train.contents import contents_of, sampled
+from darkroom.train.contents import base_of, contents_of, sampled
 from darkroom.train.run import train
 from train.conftest import MakeRecipe
 
@@ -386,3 +387,13 @@ def test_weights_are_told_apart_wherever_they_differ() -> None:
         with torch.no_grad():
             linear.weight[place] -= 1
     assert sampled(torch.nn.Sequential(linear)) != before
+
+
+def test_a_tokenizer_of_few_words_is_looked_at_without_a_remark(caplog):
+    """The text that shows its merges is longer than it takes; what transformers says of that is not heard."""
+    short = models.train_tokenizer(["a dog"], vocab_size=520, model_max_length=8)
+    model = models.create("tiny", tokenizer=short)
+    assert "splitting into tokens" in base_of("lora", ModelSettings(base="somewhere"), model)
+    assert "Token indices" not in caplog.text
+    short("the same text without that, longer than eight of its tokens")
+    assert "Token indices" in caplog.text

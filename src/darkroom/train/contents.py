@@ -225,7 +225,7 @@ def base_of(task: str, settings: ModelSettings, model: Model) -> dict[str, str]:
     if model.tokenizers and (gives_text or settings.tokenizer not in (None, "train")):
         words = [tokenizer.get_vocab() for tokenizer in model.tokenizers]
         found["tokenizer"] = _short(json.dumps(words, sort_keys=True))
-        split = [tokenizer(PROBE)["input_ids"] for tokenizer in model.tokenizers]
+        split = [tokenizer(PROBE, verbose=False)["input_ids"] for tokenizer in model.tokenizers]
         found["splitting into tokens"] = _short(json.dumps(split))
     return found
 
