@@ -78,7 +78,9 @@ SOLVERS: dict[str, Solver] = {
 """Every solver once: the command line, the server, the page, pictures' texts and the tests read this."""
 PRECISION_TEXT = "float32, bf16, fp16, int8 with openvino, or auto: bf16 where it is quick"
 SOLVER_NAMES = tuple(SOLVERS)
-FLOW_SOLVER_NAMES = ("flow_euler", "flow_heun", "flow_dpmpp_2m")
+FLOW_SOLVER_NAMES = ("flow_euler", "flow_heun", "flow_dpmpp_2m", "flow_lcm")
+LCM_SOLVERS = ("lcm", "flow_lcm")
+"""Few steps without guidance, of models that were distilled to them."""
 SAMPLERS: dict[str, tuple[str, bool | None]] = {
     name: (solver, name.endswith(" Karras") or None) for solver, row in SOLVERS.items() for name in row.a1111
 }

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from darkroom.errors import InputError, allowed_of
-from darkroom.options import FLOW_SOLVER_NAMES, MAX_SIDE, SOLVER_NAMES, Sigmas, parse_solver
+from darkroom.options import FLOW_SOLVER_NAMES, LCM_SOLVERS, MAX_SIDE, SOLVER_NAMES, Sigmas, parse_solver
 
 MAX_STEPS = 1000
 SOLVERS_TEXT = (
@@ -157,7 +157,7 @@ class GenerateSettings(BaseModel):
 
     def resolved(self, solver: str, own: float | None = None) -> GenerateSettings:
         """With the defaults of a solver in place of None, and with the model's `own` guidance scale."""
-        is_lcm = solver == "lcm"
+        is_lcm = solver in LCM_SOLVERS
         usual = LCM_GUIDANCE if is_lcm else DEFAULT_GUIDANCE if own is None else own
         return self.model_copy(
             update={

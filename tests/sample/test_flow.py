@@ -95,6 +95,42 @@ def test_follows_diffusers(solver: str, shift: float, steps: int) -> None:
         assert error([last], [reference[-1]]) > 1
 
 
+def consistency(config: dict[str, Any], steps: int, sigmas: list[float] | None = None) -> torch.Tensor:
+    """What diffusers' class comes to, with fresh noise of seed 5."""
+    scheduler = diffusers.FlowMatchLCMScheduler.from_config(config)
+    scheduler.set_timesteps(steps, sigmas=sigmas)
+    x, draws = noise()[None], torch.Generator().manual_seed(5)
+    for t in scheduler.timesteps:
+        x = scheduler.step(velocity(x, t), t, x, generator=draws, return_dict=False)[0]
+    return x[0]
+
+
+@pytest.mark.parametrize("steps", [1, 4, 7])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_few_steps_follow_diffusers_class(shift: float, steps: int) -> None:
+    """On the levels that pipelines ask it for, which are ours unasked, and on its own."""
+    config = {"_class_name": "FlowMatchLCMScheduler", "num_train_timesteps": 1000, "shift": shift}
+    trailing = np.linspace(1, 0, steps + 1)[:-1].tolist()
+
+    def drawn(config: dict[str, Any], **options: Any) -> torch.Tensor:
+        table = make_table(None, config, steps, **options)
+        assert table.solver == "flow_lcm"
+        going = row(table, noise(), generator=torch.Generator().manual_seed(5))
+        for _ in denoise(call, [going]):
+            pass
+        return going.latents_CHW
+
+    assert error([drawn(config)], [consistency(config, steps, trailing)]) <= 1
+    assert error([drawn(config, spacing="linspace")], [consistency(config, steps)]) <= 1
+    if steps > 1:
+        assert error([drawn(config)], [consistency(config, steps)]) > 100
+        assert error([drawn({**config, "shift": 2.0})], [consistency(config, steps, trailing)]) > 100
+
+
+def test_lcm_means_flow_lcm_here() -> None:
+    assert make_table("lcm", configured("flow_euler"), 4).solver == "flow_lcm"
+
+
 def test_a_level_is_so_much_noise_and_the_rest_picture() -> None:
     """As a share of their squares, which is what other schedules are told by."""
     known = Flow.from_config({"num_train_timesteps": 4}).alphas_cumprod
@@ -223,7 +259,7 @@ def test_spacings_and_options_that_cannot_be_are_refused() -> None:
     assert make_table("euler", config, 5).notes == (
         "solver euler is flow_euler on this model's rectified flow",
     )
-    assert solvers_of(config) == tuple(CLASSES)
+    assert solvers_of(config) == (*CLASSES, "flow_lcm")
     assert "ddim" in solvers_of({})
 
 

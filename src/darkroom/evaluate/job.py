@@ -31,6 +31,7 @@ from darkroom.evaluate.pictures import (
     without_token,
 )
 from darkroom.models.model import Model
+from darkroom.options import LCM_SOLVERS
 from darkroom.run import append_rows, check_table, read_rows
 
 LOG = logging.getLogger("darkroom")
@@ -87,7 +88,8 @@ def evaluate(
     needs = {need for name in names for need in METRICS[name].needs}
     where = {"model": model_name(model), "model_sha256": rows.model_sha256(model)}
     settings = {**(settings or {})}
-    if settings.get("guidance") is None and model.guidance is not None and settings.get("solver") != "lcm":
+    few = settings.get("solver") in LCM_SOLVERS
+    if settings.get("guidance") is None and model.guidance is not None and not few:
         settings["guidance"] = model.guidance  # of the base too, and kept with what was drawn
     more: dict[str, Any] = {"seed": seed, "precision": _precision_of(model), **settings}
     named = {}

@@ -27,12 +27,18 @@ FILL: dict[str, Callable[[SolverRequest], SolverTable]] = {
 }
 """The function of each solver, which has its name."""
 # What the same algorithm is called where the noise schedule is a rectified flow's.
-FOR_FLOW = {"euler": "flow_euler", "heun": "flow_heun", "dpmpp_2m": "flow_dpmpp_2m"}
+FOR_FLOW = {
+    "euler": "flow_euler",
+    "heun": "flow_heun",
+    "dpmpp_2m": "flow_dpmpp_2m",
+    "lcm": "flow_lcm",
+}
 
 OF_CLASS = {
     **{row.scheduler: name for name, row in reversed(SOLVERS.items())},
     "FlowMatchEulerDiscreteScheduler": "flow_euler",
     "FlowMatchHeunDiscreteScheduler": "flow_heun",
+    "FlowMatchLCMScheduler": "flow_lcm",
 }
 # Schedulers that are no table here, with the nearest that is.
 INSTEAD_OF_CLASS = {
@@ -224,7 +230,7 @@ def _flow_table(
         )
     schedule = Flow.from_config(config)
     _check_request(solver, schedule, num_steps, eta, sigmas)
-    spacing = spacing or "linspace"
+    spacing = spacing or ("trailing" if solver == "flow_lcm" else "linspace")
     allowed = FLOW_SPACINGS[:1] if solver == "flow_dpmpp_2m" else FLOW_SPACINGS
     if spacing not in allowed:
         raise InputError(f"spacing {spacing} with solver {solver}", allowed=" or ".join(allowed))

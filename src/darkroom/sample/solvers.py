@@ -550,6 +550,21 @@ def flow_dpmpp_2m(plan: SolverRequest) -> SolverTable:
     return _dpmpp("flow_dpmpp_2m", plan, timesteps, levels, stochastic=False)
 
 
+def flow_lcm(plan: SolverRequest) -> SolverTable:
+    """Latent consistency sampling (Luo et al. 2023, algorithm 3) on the levels of rectified flow.
+
+    Their spacing is trailing, as the pipelines of distilled flow models ask of diffusers' class
+    (`sigmas=[1, 3/4, 1/2, 1/4]`); its own, linspace, spends the last call where there is hardly any noise.
+    """
+    flow = _flow_of(plan)
+    sigma = flow.levels(plan.num_steps, plan.spacing)
+    sheet = _sheet(flow, sigma[:-1])
+    sheet.term(1)[:] = 1 - sigma[1:]
+    sheet.columns[:, NOISE] = sigma[1:]
+    draws = [i + 1 < plan.num_steps for i in range(plan.num_steps)]
+    return sheet.finish("flow_lcm", plan.num_steps, draws=draws, notes=plan.notes)
+
+
 def _sheet(flow: Flow, sigma: Array) -> Sheet:
     sheet = Sheet(sigma * flow.num_train_timesteps)
     sheet.predict(FLOW_PREDICTION, 1 - sigma, sigma)

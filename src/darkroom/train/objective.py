@@ -197,7 +197,7 @@ class Objective:
         share_B = _drawn_times(u_B, self.times)
         return (first + (share_B * (end - first)).long()).clamp_(first, end - 1)
 
-    def at(self, point: int, t_B: Tensor) -> Tensor:
+    def at(self, point: float, t_B: Tensor) -> Tensor:
         """One timestep for all rows [B], in the form in which `timesteps` gives them."""
         return torch.full_like(t_B, point, dtype=torch.long)
 
@@ -263,7 +263,7 @@ class FlowObjective:
         first, end = self.times.min, self.times.max or self.num_timesteps
         return (first + (end - first) * t_B).float()
 
-    def at(self, point: int, t_B: Tensor) -> Tensor:
+    def at(self, point: float, t_B: Tensor) -> Tensor:
         """One timestep for all rows [B]."""
         return torch.full_like(t_B, point, dtype=torch.float32)
 

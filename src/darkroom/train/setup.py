@@ -92,7 +92,7 @@ from darkroom.train.memory import (
     try_micro_batches,
 )
 from darkroom.train.model import build_model
-from darkroom.train.objective import Objective, make_objective
+from darkroom.train.objective import FlowObjective, Objective, make_objective
 from darkroom.train.precision import DTYPES, choose_precision
 from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.scores import Scores
@@ -459,7 +459,6 @@ def make_task(
     modules = _trained(model, recipe.model, recipe.adapter, train, device, run)
     limit = None if recipe.adapter is None else partial(limit_norms, settings=recipe.adapter)
     if recipe.task == "distill":
-        assert isinstance(objective, Objective)
         return _distillation(
             recipe.objective.distill,
             (model, objective, read, modules),
@@ -489,7 +488,7 @@ def make_task(
 
 def _distillation(
     settings: DistillSettings,
-    made_of: tuple[Model, Objective, ReadSettings, dict[str, nn.Module]],
+    made_of: tuple[Model, Objective | FlowObjective, ReadSettings, dict[str, nn.Module]],
     *,
     averages: bool,
     **more: Any,

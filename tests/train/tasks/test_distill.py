@@ -168,6 +168,82 @@ def test_the_average_is_on_where_the_student_learns_from_it() -> None:
     assert [ema(**other)[0] for other in others] == [False] * len(others)
 
 
+@pytest.fixture(scope="module")
+def flowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of rectified flow."""
+    path = tmp_path_factory.mktemp("flow") / "model"
+    model = models.create("tiny", seed=3)
+    model.scheduler = {
+        "_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 2.0,
+    }  # fmt: skip
+    models.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize("velocity", [False, True])
+def test_rectified_flows_loss_follows_eulers_steps(
+    recipe_of: MakeRecipe, flowing: Path, velocity: bool
+) -> None:
+    """Of diffusers' scheduler, from pure noise to the picture itself; the control has another guidance."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    distance = f"objective.distill.distance={'velocity' if velocity else 'picture'}"
+    job = job_of(recipe_of, flowing, *GUIDED, distance, "objective.flow.shift=model")
+    inputs = first_inputs(job)
+    inputs["index"][:2] = torch.tensor([0, 49])
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(job.task.model.scheduler)
+    assert scheduler.config.shift == 2
+    text, (nothing, _) = inputs["text"], job.task._empty
+    unet, target, teacher = job.task.model.unet, job.task._target, job.task._teacher
+    with torch.no_grad():  # else the average is the student
+        for param in target.parameters():
+            param.add_(0.01 * torch.randn_like(param))
+
+    def expected(guidance: torch.Tensor) -> torch.Tensor:
+        found = []
+        for i, index in enumerate(inputs["index"].tolist()):
+            scheduler.set_timesteps(sigmas=[share / 50 for share in range(50, 0, -1)])
+            scheduler.set_begin_index(49 - index)
+            t, sigma = scheduler.timesteps[49 - index], scheduler.sigmas[49 - index]
+            then = scheduler.sigmas[50 - index]
+            noisy = (1 - sigma) * inputs["latents"][i : i + 1] + sigma * inputs["noise"][i : i + 1]
+            one, none = text[i : i + 1], nothing[:1]
+            online = noisy - sigma * unet(noisy, t, encoder_hidden_states=one).sample
+            with torch.no_grad():
+                cond, uncond = (teacher(noisy, t, encoder_hidden_states=x).sample for x in (one, none))
+                v = uncond + guidance[i] * (cond - uncond)
+                earlier = scheduler.step(v, t, noisy).prev_sample
+                wanted = earlier - then * target(earlier, then * 1000, encoder_hidden_states=one).sample
+            apart = (online - wanted) / (sigma if velocity else 1)
+            found.append((torch.sqrt(apart**2 + 0.001**2) - 0.001).mean())
+        return torch.stack(found)
+
+    found = job.task.losses(inputs)["loss"]
+    torch.testing.assert_close(found, expected(inputs["guidance"]), rtol=1e-3, atol=1e-5)
+    assert not torch.allclose(found, expected(inputs["guidance"] + 1), rtol=1e-2)
+    assert job.task.points[0] < job.task.points[-1] < 1000
+
+
+def test_a_distilled_flow_is_drawn_in_four_steps_here_and_opens_in_diffusers(
+    recipe_of: MakeRecipe, flowing: Path, tmp_path: Path
+) -> None:
+    from diffusers import FlowMatchLCMScheduler
+
+    told = [f"model.base={flowing}", "data.resolution=32", "train.steps=2", "optim.warmup_steps=0"]
+    told.append("objective.flow.shift=model")
+    train(
+        recipe_of("distill", *told, model={"base": str(flowing)}),
+        out=tmp_path / "run",
+        console=lambda _: None,
+    )
+    folder = tmp_path / "run" / "model"
+    assert FlowMatchLCMScheduler.from_pretrained(folder, subfolder="scheduler").config.shift == 2.0
+    drawn = sample.generate(models.load(folder), ["a red square"], seed=1)[0].parameters
+    assert [drawn[key] for key in ("solver", "steps", "guidance")] == ["flow_lcm", 4, 1.0]
+    with pytest.raises(RecipeError, match="timestep_scaling: 5 with rectified flow"):
+        job_of(recipe_of, flowing, "objective.distill.timestep_scaling=5")
+
+
 def test_a_loras_teacher_is_the_model_without_it(recipe_of: MakeRecipe, base: Path) -> None:
     """At the start both are the same model; then the teacher stays."""
     whole, lora = job_of(recipe_of, base, *GUIDED), job_of(recipe_of, base, *GUIDED, adapter={"rank": 4})

@@ -228,3 +228,48 @@ def test_the_second_score_gets_better_at_what_the_student_draws(
         ).run
         losses = [row["heldout_fake_loss"] for row in Run.open(run).metrics() if "heldout_fake_loss" in row]
         assert (losses[-1] < 0.99 * losses[0]) is falls, losses
+
+
+def test_of_rectified_flow_the_student_draws_as_diffusers_does(recipe_of: MakeRecipe, tmp_path: Path) -> None:
+    """And its gradient is the difference of the two scores' pictures; the controls have other noise."""
+    from diffusers import FlowMatchLCMScheduler
+
+    model = models.create("tiny", seed=3)
+    kind = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 2.0}
+    model.scheduler = kind
+    models.save(model, tmp_path / "flow")
+    job = job_of(recipe_of, tmp_path / "flow", *GUIDED, "objective.flow.shift=model")
+    inputs, task = first_inputs(job), job.task
+    scheduler = FlowMatchLCMScheduler.from_config(task.model.scheduler)
+    scheduler.set_timesteps(sigmas=[1.0, 2 / 3, 1 / 3])
+    sigmas = scheduler.sigmas
+
+    def drawn(row: int, further: torch.Tensor) -> torch.Tensor:
+        text, x = inputs["text"][row : row + 1], inputs["noise"][row : row + 1]
+        for i in range(int(inputs["index"][row]) + 1):
+            v = task.model.unet(x, 1000 * sigmas[i], encoder_hidden_states=text).sample
+            x0 = x - sigmas[i] * v
+            x = (1 - sigmas[i + 1]) * x0 + sigmas[i + 1] * further[row : row + 1, i]
+        return x0
+
+    text = (inputs["text"], None)
+    with torch.no_grad():
+        found = task.draw(inputs, text)
+        wanted = torch.cat([drawn(row, inputs["further"]) for row in range(len(found))])
+        other = torch.cat([drawn(row, -inputs["further"]) for row in range(len(found))])
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+        assert int(inputs["index"].max()) > 0
+        assert not torch.allclose(found, other, rtol=1e-2)
+        sigma = (inputs["t_matched"] / 1000).view(-1, 1, 1, 1)
+        noisy = (1 - sigma) * found + sigma * inputs["further"][:, -2]
+
+        def picture(unet: Any, text: torch.Tensor) -> torch.Tensor:
+            return noisy - sigma * unet(noisy, inputs["t_matched"], encoder_hidden_states=text).sample
+
+        empty = task._empty[0].expand_as(inputs["text"])
+        cond, uncond = (picture(task._teacher, states) for states in (inputs["text"], empty))
+        real = uncond + inputs["guidance"].view(-1, 1, 1, 1) * (cond - uncond)
+        gap = picture(task.modules["fake_unet"], inputs["text"]) - real
+        direction = gap / (found - real).abs().mean(dim=(1, 2, 3), keepdim=True)
+        torch.testing.assert_close(task.direction(found, inputs, text), direction, rtol=1e-3, atol=1e-4)
+        assert not torch.allclose(task.direction(found, inputs, text), gap, rtol=1e-2)

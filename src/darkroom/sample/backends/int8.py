@@ -28,6 +28,7 @@ from torch import nn
 from darkroom.errors import DarkroomError, MissingExtra
 from darkroom.hardware.system import int8_instructions, write_atomically
 from darkroom.models.model import LatentScaling
+from darkroom.options import LCM_SOLVERS
 from darkroom.sample.backends.shells import look_alike, text_layers
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Row, Unet, denoise
@@ -127,7 +128,7 @@ def draw(model: Model, unet: Unet, calibration: Calibration, prompt: str) -> lis
     generator = torch.Generator().manual_seed(calibration.seed)
     shape = (model.latent_channels, size[1] // model.vae_factor, size[0] // model.vae_factor)
     noise = torch.randn(shape, generator=generator) * table.initial_scale
-    distilled = table.solver == "lcm"
+    distilled = table.solver in LCM_SOLVERS
     row = Row(
         table,
         noise,

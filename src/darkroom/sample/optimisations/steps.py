@@ -259,4 +259,4 @@ def is_lcm(model: object) -> bool:
     config = getattr(getattr(model, "unet", None), "config", None)
     scheduler = getattr(model, "scheduler", {})
     takes_guidance = getattr(config, "time_cond_proj_dim", None) is not None
-    return takes_guidance or scheduler.get("_class_name") == "LCMScheduler"
+    return takes_guidance or scheduler.get("_class_name") in ("LCMScheduler", "FlowMatchLCMScheduler")

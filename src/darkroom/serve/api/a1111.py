@@ -23,6 +23,7 @@ from darkroom.options import (
     A1111_AUTOMATIC,
     A1111_NAMES,
     FLOW_SOLVER_NAMES,
+    LCM_SOLVERS,
     SAMPLERS,
     SOLVERS,
     find_solver,
@@ -187,7 +188,7 @@ class Txt2Img(BaseModel):
         strength = 0.75 if self.denoising_strength is None else self.denoising_strength
         if not strength:
             raise Refused(422, "invalid_value", "denoising_strength: more than 0", param="denoising_strength")
-        usual = LCM_STEPS if solver == "lcm" else DEFAULT_STEPS
+        usual = LCM_STEPS if solver in LCM_SOLVERS else DEFAULT_STEPS
         taken = self.hr_second_pass_steps or self.steps or usual
         return HiresChoice(
             scale=2.0 if self.hr_scale is None else self.hr_scale,

@@ -12,6 +12,9 @@ teacher's with guidance, and that of a second network which learns what the stud
 along their difference. The second network learns at each step, the student at one of `fake_updates` (two
 time-scales); what the student starts from at its later steps are its own pictures (backward simulation).
 
+Of rectified flow the teacher's steps are Euler's, evenly spaced before the model's shift, and the student's
+answer is the picture that its velocity means: at time 0 that is what it is given, without more ado.
+
 Shapes: b rows of a micro-batch, C latent channels, h and w latent pixels, L tokens, D text width, N steps of
 the student.
 """
@@ -33,8 +36,8 @@ from darkroom.hardware.accelerator import to_device
 from darkroom.models.model import Model, is_flow
 from darkroom.prepare.columns import text_states, tokenize
 from darkroom.recipe.sections import DistillSettings
-from darkroom.sample.schedule import lcm_timesteps
-from darkroom.train.objective import Objective, square_error
+from darkroom.sample.schedule import Flow, lcm_timesteps
+from darkroom.train.objective import FLOW, FlowObjective, Objective, square_error
 from darkroom.train.tasks.diffusion import Columns, Diffusion
 
 SIGMA_DATA = 0.5
@@ -50,10 +53,14 @@ _KEPT = (
 
 
 def lcm_scheduler(config: Mapping[str, Any], settings: DistillSettings) -> dict[str, Any]:
-    """The `LCMScheduler` configuration that a distilled model's folder says how to draw by."""
+    """The configuration of `LCMScheduler`, of flow `FlowMatchLCMScheduler`, that a distilled model has."""
     if is_flow(config):
-        allowed = "models of diffusion (epsilon, v or sample)"
-        raise RecipeError("task", "distill of a model of rectified flow", allowed=allowed)
+        flow = Flow.from_config(config)
+        if settings.timestep_scaling != DistillSettings().timestep_scaling:
+            key, given = "objective.distill.timestep_scaling", f"{settings.timestep_scaling:g}"
+            raise RecipeError(key, f"{given} with rectified flow, which needs none", mend="leave it out")
+        count = flow.num_train_timesteps
+        return {"_class_name": "FlowMatchLCMScheduler", "num_train_timesteps": count, "shift": flow.shift}
     return {
         "_class_name": "LCMScheduler",
         **{key: config[key] for key in _KEPT if key in config},
@@ -71,7 +78,7 @@ class FewSteps(Diffusion):
     def __init__(
         self,
         model: Model,
-        objective: Objective,
+        objective: Objective | FlowObjective,
         read: ReadSettings,
         modules: Mapping[str, nn.Module],
         settings: DistillSettings,
@@ -116,10 +123,12 @@ class FewSteps(Diffusion):
         unet: Any = None,
     ) -> Tensor:
         """The student's picture, or another U-Net's, which at timestep 0 is what it is given (equation 9 of
-        LCM's paper).
+        LCM's paper; of rectified flow by itself).
         """
         unet = self.model.unet if unet is None else unet
         picture_bChw, _ = self._both(x_bChw, t_b, self._call(unet, x_bChw, t_b, inputs, text))
+        if self._diffusion.prediction == FLOW:
+            return picture_bChw
         scaled_b = self._settings.timestep_scaling * t_b.float()
         skip_b = SIGMA_DATA**2 / (scaled_b**2 + SIGMA_DATA**2)
         out_b = scaled_b / (scaled_b**2 + SIGMA_DATA**2).sqrt()
@@ -173,12 +182,31 @@ class FewSteps(Diffusion):
 
     def _both(self, x_bChw: Tensor, t_b: Tensor, out_bChw: Tensor) -> tuple[Tensor, Tensor]:
         """The picture and the noise that an answer means."""
-        alpha, sigma = wide(self._diffusion.alphas[t_b]), wide(self._diffusion.sigmas[t_b])
+        alpha, sigma = (wide(levels_b) for levels_b in self._levels(t_b))
+        if self._diffusion.prediction == FLOW:  # noise - picture
+            return x_bChw - sigma * out_bChw, x_bChw + alpha * out_bChw
         if self._diffusion.prediction == "epsilon":
             return (x_bChw - sigma * out_bChw) / alpha, out_bChw
         if self._diffusion.prediction == "v":
             return alpha * x_bChw - sigma * out_bChw, alpha * out_bChw + sigma * x_bChw
         return out_bChw, (x_bChw - alpha * out_bChw) / sigma
+
+    def _levels(self, t_b: Tensor) -> tuple[Tensor, Tensor]:
+        """How much picture and how much noise there is at a timestep."""
+        if isinstance(self._diffusion, FlowObjective):
+            sigma_b = t_b.float() / self._diffusion.num_timesteps
+            return 1 - sigma_b, sigma_b
+        return self._diffusion.alphas[t_b], self._diffusion.sigmas[t_b]
+
+    def _time(self, index_b: Tensor) -> Tensor:
+        """The timestep [b] at which the teacher's step `index` ends, counted from the picture: step 0 ends at
+        timestep 0, and step `ddim_steps` would at pure noise, where the last one starts.
+        """
+        total, steps = self._diffusion.num_timesteps, self._settings.ddim_steps
+        if not isinstance(self._diffusion, FlowObjective):
+            return (index_b * (total // steps) - 1).clamp_(min=0)
+        share_b, shift = index_b.float() / steps, self._diffusion.shift
+        return total * shift * share_b / (1 + (shift - 1) * share_b)
 
     @contextmanager
     def _as_teacher(self) -> Iterator[Any]:
@@ -213,7 +241,7 @@ class Distillation(FewSteps):
     def __init__(
         self,
         model: Model,
-        objective: Objective,
+        objective: Objective | FlowObjective,
         read: ReadSettings,
         modules: Mapping[str, nn.Module],
         settings: DistillSettings,
@@ -232,21 +260,15 @@ class Distillation(FewSteps):
             self.frozen = (*self.frozen, self._target)
             self.follow = self._take
         steps = settings.ddim_steps
-        self._stride = objective.num_timesteps // steps
-        self._points = (
-            [self._start_of(int((i + 0.5) * steps / 8)) for i in range(8)]
-            if steps >= 8
-            else [self._start_of(i) for i in range(steps)]
-        )
+        few = [int((i + 0.5) * steps / 8) for i in range(8)] if steps >= 8 else range(steps)
+        self._fixed = torch.tensor(list(few))
+        self._points = [round(t) for t in self._time(self._fixed + 1).tolist()]
 
     @torch.no_grad()
     def _take(self, averaged: Mapping[str, Tensor]) -> None:
         """Take the averaged weights, by the trained ones' names, for the target of the next step."""
         weights = dict(self._target.named_parameters(prefix="unet"))
         torch._foreach_copy_([weights[name] for name in averaged], list(averaged.values()))
-
-    def _start_of(self, index: int) -> int:
-        return (index + 1) * self._stride - 1
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of each row the pseudo-Huber distance of the student's two answers."""
@@ -257,15 +279,14 @@ class Distillation(FewSteps):
         """Each row's distance to the teacher [B], and [B, n] at fixed points, at the middle guidance."""
         mean = sum(self._guidance) / 2
         found = []
-        for point in self._points:
-            index_b = torch.full_like(inputs["index"], (point + 1) // self._stride - 1)
+        for index in self._fixed.tolist():
+            index_b = torch.full_like(inputs["index"], index)
             found.append(self._distance(inputs, index_b, torch.full_like(index_b, mean, dtype=torch.float32)))
         errors_bn = torch.stack(found, dim=1)
         return {"heldout_loss": errors_bn.mean(dim=1), "heldout_loss_by_timestep": errors_bn}
 
     def _distance(self, inputs: Mapping[str, Tensor], index_b: Tensor, guidance_b: Tensor) -> Tensor:
-        start_b = (index_b + 1) * self._stride - 1
-        before_b = (start_b - self._stride).clamp_(min=0)
+        start_b, before_b = self._time(index_b + 1), self._time(index_b)
         noisy_bChw = self._diffusion.add_noise(inputs["latents"], inputs["noise"], start_b)
         text = self._states(inputs)
         online_bChw = self._answer_at(noisy_bChw, start_b, inputs, text)
@@ -274,7 +295,7 @@ class Distillation(FewSteps):
             target_bChw = self._answer_at(x_bChw, before_b, inputs, text, self._target)
         c, apart_bChw = self._settings.huber_c, online_bChw.float() - target_bChw.float()
         if self._settings.distance == "velocity":  # of the same noisy latent, alpha x - sigma v
-            apart_bChw = apart_bChw / wide(self._diffusion.sigmas[start_b].clamp_min(LEAST_SIGMA))
+            apart_bChw = apart_bChw / wide(self._levels(start_b)[1].clamp_min(LEAST_SIGMA))
         return (torch.sqrt(apart_bChw.square() + c * c) - c).mean(dim=(1, 2, 3))
 
     def _teachers_step(
@@ -286,10 +307,10 @@ class Distillation(FewSteps):
         inputs: Mapping[str, Tensor],
         text: tuple[Tensor, Tensor | None],
     ) -> Tensor:
-        """One step of DDIM with guidance, from t to the timestep before it."""
+        """One step of DDIM, of rectified flow Euler's, with guidance, from t to the timestep before it."""
         picture_bChw, noise_bChw = self._guided(x_bChw, t_b, guidance_b, inputs, text)
         # The first of DDIM's alphas belongs to timestep 0.
-        alpha_b, sigma_b = self._diffusion.alphas[before_b], self._diffusion.sigmas[before_b]
+        alpha_b, sigma_b = self._levels(before_b)
         return wide(alpha_b) * picture_bChw + wide(sigma_b) * noise_bChw
 
 
@@ -316,13 +337,24 @@ NOISY = (0.02, 0.98)
 """Between which shares of the timesteps the two scores look (DMD, section 4.1)."""
 
 
+def _few(objective: Objective | FlowObjective, settings: DistillSettings) -> list[int] | list[float]:
+    """The timesteps that a student of few steps draws at, falling."""
+    total, steps = objective.num_timesteps, settings.steps
+    if isinstance(objective, FlowObjective):
+        flow = Flow.from_config({"num_train_timesteps": total, "shift": objective.shift})
+        levels: list[float] = (total * flow.levels(steps, "trailing")[:-1]).tolist()
+        return levels
+    timesteps: list[int] = lcm_timesteps(settings.ddim_steps, total, steps).astype(int).tolist()
+    return timesteps
+
+
 class DistributionMatching(FewSteps):
     """Train the U-Net to draw in few steps what the teacher would."""
 
     def __init__(
         self,
         model: Model,
-        objective: Objective,
+        objective: Objective | FlowObjective,
         read: ReadSettings,
         modules: Mapping[str, nn.Module],
         settings: DistillSettings,
@@ -334,8 +366,7 @@ class DistributionMatching(FewSteps):
         self.modules[FAKE] = self._fake
         if settings.fake_lr is not None:
             self.rates[FAKE] = settings.fake_lr
-        steps = lcm_timesteps(settings.ddim_steps, objective.num_timesteps, settings.steps)
-        self._steps: list[int] = steps.astype(int).tolist()
+        self._steps = _few(objective, settings)
         self._moves = True
         draws = (*self.read.draws, "further")
         self.read = self.read.model_copy(update={"draws": draws, "further": len(self._steps) + 1})
@@ -400,16 +431,20 @@ class DistributionMatching(FewSteps):
         starts = [x_bChw]
         with torch.no_grad():
             for i, (t, then) in enumerate(zip(self._steps, self._steps[1:], strict=False)):
-                t_b, then_b = (torch.full_like(inputs["index"], step) for step in (t, then))
+                t_b, then_b = (self._at(step, inputs) for step in (t, then))
                 picture_bChw = self._answer_at(x_bChw, t_b, inputs, text)
                 x_bChw = self._diffusion.add_noise(picture_bChw, further_bNChw[:, i], then_b)
                 starts.append(x_bChw)
         index_b = inputs["index"]
         rows_b = torch.arange(len(index_b), device=index_b.device)
-        t_b = torch.zeros_like(index_b)
+        t_b = self._at(0, inputs)
         for i, t in enumerate(self._steps):  # no table to copy to the device
             t_b = torch.where(index_b == i, t, t_b)
         return self._answer_at(torch.stack(starts)[index_b, rows_b], t_b, inputs, text)
+
+    def _at(self, timestep: float, inputs: Mapping[str, Tensor]) -> Tensor:
+        """One timestep for all rows [b], as the model takes them."""
+        return self._diffusion.at(timestep, inputs["index"])
 
     def _matched(
         self, x_bChw: Tensor, inputs: Mapping[str, Tensor], text: tuple[Tensor, Tensor | None]
