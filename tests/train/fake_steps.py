@@ -312,6 +312,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 KEPT: list[Made] = []
 """All that were made: torch may crash where tensors of a device from Python are let go."""
+TASKS |= {
+    f"{name} in shards": {**TASKS[name], "parallel": {"mode": "fsdp"}} for name in ("distill", "distill dmd2")
+}
 CASES = {**TASKS, **{name: {**TASKS["pretrain"], **way} for name, way in WAYS.items()}}
 
 

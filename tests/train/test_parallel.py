@@ -12,14 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
 import warm
+from darkroom import models
 from darkroom.errors import RecipeError
 from darkroom.recipe.rules import channels_last
 from darkroom.train.checkpoint import checkpoints, load_checkpoint
+from darkroom.train.ddp_fsdp import ShardedWeights
+from darkroom.train.ranks import Ranks
 
 CLOSE = 1e-6
 
@@ -80,6 +84,30 @@ def same_model(one: Path, other: Path) -> float:
     assert files
     pairs = [(load_file(one / file), load_file(other / file)) for file in files]
     return max(float((a[name] - b[name]).abs().max()) for a, b in pairs for name in a)
+
+
+@pytest.fixture
+def one_rank(tmp_path) -> Ranks:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Ranks(0, 1, 0, 1, sharded=True)
+    dist.destroy_process_group()
+
+
+def test_cut_weights_in_bf16_are_told_the_time_in_full(one_rank):
+    """Rounded to bf16, 873.4 is 872. The latents are cast, or the first convolution could not take them."""
+    unet = models.create("tiny", seed=3).unet
+    weights = ShardedWeights({"unet": unet}, torch.bfloat16, one_rank, "grads")
+    seen = []
+    unet.time_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    unet.conv_in.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    times = torch.tensor([873.4, 12.7])
+    text = torch.randn(2, 77, unet.config.cross_attention_dim)
+    out = unet(torch.randn(2, 4, 8, 8), times, encoder_hidden_states=text).sample
+    assert torch.equal(seen[0], times)
+    assert seen[1].dtype == out.dtype == torch.bfloat16
+    assert weights.dtype == torch.bfloat16
+    assert not torch.equal(times.bfloat16().float(), times)
 
 
 @pytest.mark.nightly
@@ -157,6 +185,28 @@ def test_bf16_masters_stay_alike(long_recipe, tmp_path):
         assert furthest(losses(tmp_path / "one"), losses(out)) < 0.02
         weights = load_checkpoint(checkpoints(out / "checkpoints")[-1]).tensors["weights"]
         assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["lcm", "dmd2"])
+def test_a_student_and_its_teacher_in_shards_are_what_they_are_whole(recipe_of, tmp_path, method):
+    """Also the averaged weights that LCM's student learns from; the control learns from its own answers."""
+    models.save(models.create("tiny", seed=3), tmp_path / "base")
+    short = ("train.steps=6", "train.micro_batch=2", "data.resolution=32", "checkpoint.every=3")
+    short += ("optim.warmup_steps=0", f"objective.distill.method={method}", "data.holdout=4")
+    if method == "dmd2":
+        short += ("objective.distill.fake_updates=2",)
+
+    def recipe(*more):
+        return recipe_of("distill", *short, *more, model={"base": str(tmp_path / "base")})
+
+    told(recipe(), tmp_path / "one")
+    told(recipe("parallel.mode=fsdp", "parallel.devices=2"), tmp_path / "cut")
+    assert furthest(losses(tmp_path / "one"), losses(tmp_path / "cut")) < 1e-5
+    assert same_model(tmp_path / "one" / "model", tmp_path / "cut" / "model") < 1e-4
+    if method == "lcm":
+        told(recipe("objective.distill.target=student"), tmp_path / "own")
+        assert furthest(losses(tmp_path / "one"), losses(tmp_path / "own"), after=2) > 1e-4
 
 
 @pytest.mark.nightly

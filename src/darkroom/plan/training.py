@@ -45,7 +45,7 @@ from darkroom.train.local_dataset import PREPARED_PIXELS, has_own_store
 from darkroom.train.memory import LEAST_BYTES, packed_weights
 from darkroom.train.precision import cast
 from darkroom.train.tasks.diffusion import ENCODED_PIXELS, SIZES, Diffusion, Task
-from darkroom.train.tasks.distill import DistributionMatching
+from darkroom.train.tasks.distill import DistributionMatching, FewSteps
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -116,6 +116,7 @@ def profile_recipe(dumped: str, precision: str, *, gpu: bool) -> Profile:
             trained=sum(master.numel() for master in step.weights.masters.values()),
             chunks=chunks(side, before=before, inline=inline),
             facts={
+                **_cut_besides(task),
                 **_facts(side, model, task.modules.values(), step, averages=recipe.train.ema.enabled),
                 "encodes_inline": inline,
                 "frees_in_forward": recipe.frees_in_forward,
@@ -129,6 +130,16 @@ def profile_recipe(dumped: str, precision: str, *, gpu: bool) -> Profile:
         idle = [] if gpu else offloaded(model, task, text=text, inline=inline)
         steps = _with_offload(counted.moments, model, idle, random=recipe.model.base in FAMILIES)
     return replace(counted, kernels=(*counted.kernels, *kernels), moments=(*steps, *moments))
+
+
+def _cut_besides(task: Any) -> dict[str, Any]:
+    """What is cut among ranks besides the trained weights: a student's teacher and target."""
+    if not isinstance(task, FewSteps):
+        return {}
+    return {
+        "frozen_cut": sum(p.numel() for module in task.frozen for p in module.parameters()),
+        "frozen_cut_bytes": sum(p.nbytes for module in task.frozen for p in module.parameters()),
+    }
 
 
 def _turns(task: Any, step: Any) -> dict[int, float]:

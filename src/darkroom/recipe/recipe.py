@@ -192,7 +192,7 @@ class Recipe(BaseModel):
         rules.check_masks(data, objective)
         rules.check_optimiser(optim, train)
         rules.check_rates(task, optim, self.phases)
-        rules.check_parallel(task, self.parallel, optim, train)
+        rules.check_parallel(task, self.parallel, optim, train, adapter)
         rules.check_online(task, data)
         rules.check_extras(task, train, data, phases=bool(self.phases))
         rules.check_distill(task, objective, model, adapter, train, optim)

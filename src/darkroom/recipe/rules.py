@@ -361,7 +361,7 @@ def check_online(task: str, data: DataSettings) -> None:
         raise RecipeError("data.encode", "online without data.store", allowed="inline or auto, with a folder")
 
 
-SHARDED_TASKS = ("pretrain", "finetune")
+SHARDED_TASKS = ("pretrain", "finetune", "distill")
 SHARDED_OPTIMISERS = (
     "adamw",
     "lion",
@@ -369,7 +369,13 @@ SHARDED_OPTIMISERS = (
 )  # each number has a step of its own; the rest need matrices
 
 
-def check_parallel(task: str, parallel: ParallelSettings, optim: OptimSettings, train: TrainSettings) -> None:
+def check_parallel(
+    task: str,
+    parallel: ParallelSettings,
+    optim: OptimSettings,
+    train: TrainSettings,
+    adapter: AdapterSettings | None,
+) -> None:
     """What processes together cannot do."""
     if isinstance(parallel.devices, int) and parallel.devices < 1:
         raise RecipeError("parallel.devices", f"{parallel.devices}", allowed="1 or more, or auto")
@@ -389,7 +395,7 @@ def check_parallel(task: str, parallel: ParallelSettings, optim: OptimSettings, 
             mend="set optim.fused_backward=false",
         )
     if parallel.mode == "fsdp":
-        _check_sharded(task, optim, train)
+        _check_sharded(task, optim, train, adapter)
 
 
 def _check_alone(parallel: ParallelSettings) -> None:
@@ -402,13 +408,18 @@ def _check_alone(parallel: ParallelSettings) -> None:
         )
 
 
-def _check_sharded(task: str, optim: OptimSettings, train: TrainSettings) -> None:
+def _check_sharded(
+    task: str, optim: OptimSettings, train: TrainSettings, adapter: AdapterSettings | None
+) -> None:
     if task not in SHARDED_TASKS:
         raise RecipeError(
             "parallel.mode",
             f"fsdp with the task {task}",
             allowed=f"fsdp with {' or '.join(SHARDED_TASKS)}; ddp with this one",
         )
+    if adapter is not None:
+        allowed = "all of the U-Net; or parallel.mode=ddp"
+        raise RecipeError("adapter", "given with parallel.mode=fsdp", allowed=allowed)
     if optim.name not in SHARDED_OPTIMISERS:
         raise RecipeError(
             "optim.name",

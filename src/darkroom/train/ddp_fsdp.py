@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from darkroom.train.precision import attend_in_float32
 from darkroom.train.ranks import Ranks
@@ -276,7 +279,34 @@ def _shard_module(
     reshard = shard != "grads"
     for block in blocks_of(module):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    # A timestep in bf16 would be another one: what the whole module is given is cast here.
+    whole = replace(policy, cast_forward_inputs=False)
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=whole)
+    if dtype != torch.float32:
+        module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+
+
+def _cast_inputs(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Latents [B, C, H, W] and text [B, L, D] in `dtype`; timesteps, sizes and pooled text as they are."""
+    both: tuple[Any, Any] = tree_map_only(Tensor, lambda x: _cast_input(dtype, x), (args, kwargs))
+    return both
+
+
+def _cast_input(dtype: torch.dtype, x: Tensor) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() and x.ndim > 2 else x
+
+
+def shard_frozen(module: nn.Module, dtype: torch.dtype, ranks: Ranks) -> None:
+    """Cut a module that is not trained among the ranks; each block is gathered for its forward pass alone."""
+    _shard_module(module, dtype, ranks, "full")
+
+
+def rows_here(weight: Tensor) -> Tensor:
+    """This rank's rows of a weight that may be cut among ranks."""
+    own: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+    return own
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:

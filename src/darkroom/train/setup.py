@@ -49,7 +49,7 @@ from darkroom.train.contents import (
     others_of,
     places_of,
 )
-from darkroom.train.ddp_fsdp import share_weights
+from darkroom.train.ddp_fsdp import shard_frozen, share_weights
 from darkroom.train.feed import (
     LOSS_WEIGHT,
     PROMPT,
@@ -379,6 +379,8 @@ def bare_step(
         weights = make_weights(task.modules, dtype)
     else:
         weights = share_weights(task.modules, dtype, ranks, shard, reduce)
+    for module in _other_unets(task) if ranks.sharded else ():
+        shard_frozen(module, dtype, ranks)
     return Step(
         task,
         weights,

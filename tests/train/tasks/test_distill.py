@@ -335,6 +335,11 @@ def test_schedule_free_has_an_average_that_no_step_reads(recipe_of: MakeRecipe, 
         job_of(recipe_of, base, "objective.distill.target=average", **free)
 
 
+def test_an_adapter_is_not_cut_among_ranks(recipe_of: MakeRecipe, base: Path) -> None:
+    with pytest.raises(RecipeError, match="adapter: given with parallel.mode=fsdp; allowed: all of"):
+        job_of(recipe_of, base, "parallel.mode=fsdp", adapter={"rank": 4})
+
+
 def test_an_adapter_has_no_averaged_target(recipe_of: MakeRecipe, base: Path) -> None:
     with pytest.raises(RecipeError, match="average with an adapter"):
         job_of(recipe_of, base, "objective.distill.target=average", adapter={"rank": 4})

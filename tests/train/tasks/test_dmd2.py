@@ -189,6 +189,16 @@ def test_a_plan_and_the_count_of_work_know_both_kinds_of_steps(recipe_of: MakeRe
     assert flops_per_image(job.task, first_inputs(job)) == pytest.approx(mean, rel=0.1)
 
 
+def test_a_plan_knows_that_teachers_are_cut_too(recipe_of: MakeRecipe, base: Path) -> None:
+    """Among four devices: masters, and the teacher, which rests in float32 with two blocks whole in bf16."""
+    counted = profile_recipe(recipe(recipe_of, base).dump(), "bf16", gpu=True)
+    unet, blocks = counted.parameters["unet"], 2 * counted.facts["block_bytes"]
+    whole, cut = counted.memory(2)["weights"], counted.memory(2, shards=4)["weights"]
+    assert whole - cut == 4 * 2 * unet * 3 / 4 + (2 * unet - 4 * unet / 4 - blocks)
+    plain = recipe_of("finetune", "data.resolution=32", model={"base": str(base)}).dump()
+    assert "frozen_cut" not in profile_recipe(plain, "bf16", gpu=True).facts
+
+
 def test_the_work_of_lcm_is_counted_with_its_teacher(recipe_of: MakeRecipe, base: Path) -> None:
     """A run of more than a minute counts it: the teacher's weights are not the task's."""
     lcm = recipe_of("distill", "data.resolution=32", model={"base": str(base)})
@@ -206,7 +216,6 @@ def test_the_work_of_lcm_is_counted_with_its_teacher(recipe_of: MakeRecipe, base
         (("adapter.rank=2",), "adapter: given with objective.distill.method=dmd2"),
         (("objective.distill.ddim_steps=2",), "steps 3 is more than ddim_steps 2"),
         (("objective.distill.method=lcm",), "steps with method lcm"),
-        (("parallel.mode=fsdp",), "fsdp with the task distill"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -25,7 +25,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,11 @@ from darkroom.models.model import Model, is_flow
 from darkroom.prepare.columns import text_states, tokenize
 from darkroom.recipe.sections import DistillSettings
 from darkroom.sample.schedule import Flow, lcm_timesteps
+from darkroom.train.ddp_fsdp import rows_here
 from darkroom.train.objective import FLOW, FlowObjective, Objective, square_error
 from darkroom.train.tasks.diffusion import Columns, Diffusion
+
+Index = TypeVar("Index", Tensor, float)
 
 SIGMA_DATA = 0.5
 """LCM's: the boundary condition's standard deviation of data."""
@@ -198,15 +201,16 @@ class FewSteps(Diffusion):
             return 1 - sigma_b, sigma_b
         return self._diffusion.alphas[t_b], self._diffusion.sigmas[t_b]
 
-    def _time(self, index_b: Tensor) -> Tensor:
-        """The timestep [b] at which the teacher's step `index` ends, counted from the picture: step 0 ends at
-        timestep 0, and step `ddim_steps` would at pure noise, where the last one starts.
+    def _time(self, index: Index) -> Index:
+        """The timestep at which the teacher's step `index` ends, counted from the picture.
+
+        Step 0 ends at 0, of diffusion at -1, before the first; step `ddim_steps` would where the last starts.
         """
         total, steps = self._diffusion.num_timesteps, self._settings.ddim_steps
         if not isinstance(self._diffusion, FlowObjective):
-            return (index_b * (total // steps) - 1).clamp_(min=0)
-        share_b, shift = index_b.float() / steps, self._diffusion.shift
-        return total * shift * share_b / (1 + (shift - 1) * share_b)
+            return index * (total // steps) - 1
+        share, shift = index / steps, self._diffusion.shift
+        return total * shift * share / (1 + (shift - 1) * share)
 
     @contextmanager
     def _as_teacher(self) -> Iterator[Any]:
@@ -260,14 +264,13 @@ class Distillation(FewSteps):
             self.frozen = (*self.frozen, self._target)
             self.follow = self._take
         steps = settings.ddim_steps
-        few = [int((i + 0.5) * steps / 8) for i in range(8)] if steps >= 8 else range(steps)
-        self._fixed = torch.tensor(list(few))
-        self._points = [round(t) for t in self._time(self._fixed + 1).tolist()]
+        self._fixed = [int((i + 0.5) * steps / 8) for i in range(8)] if steps >= 8 else list(range(steps))
+        self._points = [round(self._time(float(index + 1))) for index in self._fixed]
 
     @torch.no_grad()
     def _take(self, averaged: Mapping[str, Tensor]) -> None:
         """Take the averaged weights, by the trained ones' names, for the target of the next step."""
-        weights = dict(self._target.named_parameters(prefix="unet"))
+        weights = {name: rows_here(param) for name, param in self._target.named_parameters(prefix="unet")}
         torch._foreach_copy_([weights[name] for name in averaged], list(averaged.values()))
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -279,14 +282,14 @@ class Distillation(FewSteps):
         """Each row's distance to the teacher [B], and [B, n] at fixed points, at the middle guidance."""
         mean = sum(self._guidance) / 2
         found = []
-        for index in self._fixed.tolist():
+        for index in self._fixed:
             index_b = torch.full_like(inputs["index"], index)
             found.append(self._distance(inputs, index_b, torch.full_like(index_b, mean, dtype=torch.float32)))
         errors_bn = torch.stack(found, dim=1)
         return {"heldout_loss": errors_bn.mean(dim=1), "heldout_loss_by_timestep": errors_bn}
 
     def _distance(self, inputs: Mapping[str, Tensor], index_b: Tensor, guidance_b: Tensor) -> Tensor:
-        start_b, before_b = self._time(index_b + 1), self._time(index_b)
+        start_b, before_b = self._time(index_b + 1), self._time(index_b).clamp_(min=0)
         noisy_bChw = self._diffusion.add_noise(inputs["latents"], inputs["noise"], start_b)
         text = self._states(inputs)
         online_bChw = self._answer_at(noisy_bChw, start_b, inputs, text)
