@@ -79,11 +79,6 @@ class Count:
     start_memory_bytes: int  # weights, inputs and what earlier calls left behind
     end_memory_bytes: int
 
-    @property
-    def intensity(self) -> float:
-        """FLOPs a byte moved."""
-        return self.flops / self.bytes if self.bytes else 0.0
-
 
 def count(fn: Callable[..., Any], *args: Any, warmup: int = 0, **kwargs: Any) -> Count:
     """Count one call of `fn(*args, **kwargs)` after `warmup` uncounted ones (optimiser state, caches).

@@ -162,7 +162,6 @@ def cmmd_interval(x_ND: Array, y_MD: Array, *, seed: int = 0) -> Interval:
 
 
 FULL_RANK, FAIR_SIZE = 2048, 10_000
-NAN = float("nan")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from darkroom.hardware.system import write_atomically
 Floats = NDArray[np.float64]
 KINDS = ("weights", "gradients", "optimiser", "ema", "activations", "temporary")
 TRAIN_STAGES = ("inputs", "forward", "backward", "update")
-GENERATE_STAGES = ("text", "denoise", "decode")
 MAX_ROWS = 65536
 # Stages of a run besides its steps.
 LATENTS, SAMPLES, DECODED = "latents", "samples", "decoded samples"

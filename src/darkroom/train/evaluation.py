@@ -173,7 +173,7 @@ class Evaluator:
     ) -> None:
         self._job, self._run, self._meter, self._watch = job, run, meter, watch
         self._stop, self._tracker, self._say = stop, tracker, say
-        self._ranks, self._task, self._k = job.ranks, job.task, 0
+        self._ranks, self._task = job.ranks, job.task
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -70,7 +70,6 @@ class _Window:
     """What was measured since metrics were last written."""
 
     results: list[tuple[int, StepResult, float]] = field(default_factory=list)  # step, result, waited s
-    busy_s: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
 
