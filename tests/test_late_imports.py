@@ -8,7 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pytest
+from PIL import Image
+
 from darkroom import models
+from darkroom.data.importers.job import import_pictures
+from darkroom.data.store import Store
 
 LATE = {"torch._dynamo", "torch._inductor", "peft", "torchao", "scipy", "boto3", "matplotlib", "pandas"}
 LATE |= {"lance", "sympy", "torch.distributed.tensor", "transformers.distributed.tensor_parallel"}
@@ -118,3 +124,57 @@ print(sorted({LATE!r} & set(sys.modules)))
     assert done.stdout.splitlines()[0] == "[]"
     assert set(ast.literal_eval(done.stdout.splitlines()[1])) <= {"lance", "pandas"}
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(("task", "more"), [("finetune", set()), ("lora", {"peft"})])
+def test_training_steps_without_the_compiler_which_comes_when_it_is_asked(task, more, tmp_path):
+    """torch's optimisers would import it; nor does an adapter bring what cuts weights among processes."""
+    models.save(models.create("tiny", seed=3), tmp_path / "base")
+    (tmp_path / "pictures").mkdir()
+    for i in range(4):
+        pixels = np.random.default_rng(i).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "pictures" / f"{i}.png")
+        (tmp_path / "pictures" / f"{i}.txt").write_text("a picture")
+    import_pictures(tmp_path / "pictures", Store.create(tmp_path / "store.lance"))
+    code = f"""
+import sys
+from darkroom.recipe import make_recipe
+from darkroom.train import train
+recipe = make_recipe({{
+    "task": {task!r}, "model": {{"base": "base"}}, "train": {{"steps": 2, "global_batch": 2}},
+    "data": {{"store": "store.lance", "resolution": 32, "encode": "inline", "text": "inline"}},
+}})
+there = []
+late = {LATE!r} - {{"torch._dynamo"}} | {{"torch._dynamo.convert_frame"}}
+train(recipe, out="run", console=lambda line: there.append((line, sorted(late & set(sys.modules)))))
+print(next(names for line, names in there if line.startswith("step ")))
+import torch
+zero = torch.optim.Optimizer.zero_grad.__wrapped__
+one = torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item()
+print(one, hasattr(zero, "__dynamo_disable"))
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).zero_grad()
+print(zero.__dynamo_disable is not zero)
+"""
+    done = fresh(code, tmp_path)
+    found, compiled, disabled = done.stdout.splitlines()
+    assert set(ast.literal_eval(found)) <= {"lance", "pandas", *more}
+    assert (compiled, disabled) == ("2.0 False", "True")
+
+
+def test_the_compiler_can_be_asked_for_while_it_waits(tmp_path):
+    """By one of its modules, which is there once, or by a name; else the control finds it did wait."""
+    code = """
+import sys, torch
+from darkroom.libraries import without_compiler
+with without_compiler():
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+    print("torch._dynamo.convert_frame" in sys.modules)
+    import torch._dynamo.config as config
+    print("torch._dynamo.convert_frame" in sys.modules)
+    print(config is torch._dynamo.config is sys.modules["torch._dynamo.config"], config.cache_size_limit > 0)
+with without_compiler():
+    print(torch._dynamo.is_compiling(), torch._dynamo is sys.modules["torch._dynamo"])
+print(torch._dynamo.__file__ is not None)
+"""
+    lines = fresh(code, tmp_path).stdout.splitlines()
+    assert lines == ["False", "True", "True True", "False True", "True"]

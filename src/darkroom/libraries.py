@@ -21,7 +21,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Any
 
@@ -137,6 +137,53 @@ class _LateCompiler(ModuleType):
         return getattr(importlib.import_module(COMPILER), name)
 
 
+class _NoCompiler(_LateCompiler):
+    """What torch's optimisers ask of the compiler where nothing is compiled: nothing happens."""
+
+    def disable(self, function: Any = None, recursive: bool = True, **_: Any) -> Any:
+        """The function itself, until the compiler comes."""
+        if function is None:
+            return partial(self.disable, recursive=recursive)
+        _ON_COMPILER.undone.append(function)
+        return function
+
+    def graph_break(self) -> None:
+        """There is no graph."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__path__":  # one of its modules is imported
+            _forget_stand_in()
+            return importlib.import_module(COMPILER).__path__
+        return super().__getattr__(name)
+
+
+def _forget_stand_in() -> None:
+    """Let the next import of the compiler find itself."""
+    if isinstance(sys.modules.get(COMPILER), _NoCompiler):
+        _forget(COMPILER)
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Within, torch's optimisers step without importing torch's compiler (0.9 s of a start) for nothing.
+
+    Where it is imported already nothing changes, and whatever else is asked of it within imports it.
+    """
+    import torch
+
+    if COMPILER in sys.modules:
+        yield
+        return
+    if _ON_COMPILER not in sys.meta_path:
+        sys.meta_path.insert(0, _ON_COMPILER)
+    sys.modules[COMPILER] = _NoCompiler(COMPILER)
+    vars(torch)["_dynamo"] = sys.modules[COMPILER]
+    try:
+        yield
+    finally:
+        _forget_stand_in()
+
+
 class _LateLoader(importlib.abc.Loader):
     """Makes a stand-in of a kind; a package keeps its own loader for later."""
 
@@ -151,17 +198,33 @@ class _LateLoader(importlib.abc.Loader):
             module.__dict__["_waiting_loader"] = self.own
 
 
+class _There(importlib.abc.Loader):
+    """Gives a module that is imported already."""
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run."""
+
+
 class _OnCompiler(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports torch's compiler as ever, and then tells it what was marked for it before."""
 
     def __init__(self) -> None:
         self.marked: list[tuple[str, Any]] = []
+        self.undone: list[Any] = []
         self.own: Any = None
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of torch's compiler, with this loader; None for all other modules."""
+        """The spec of torch's compiler, with this loader; None for all other modules.
+
+        A module of it that came with it while a stand-in was asked for its path is what it is.
+        """
+        if name.startswith(f"{COMPILER}.") and name in sys.modules:
+            return importlib.machinery.ModuleSpec(name, _There())
         if name != COMPILER or (spec := importlib.machinery.PathFinder.find_spec(name, path)) is None:
             return None
         self.own, spec.loader = spec.loader, self
@@ -176,7 +239,10 @@ class _OnCompiler(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.own.exec_module(module)
         for mark, what in self.marked:
             getattr(module, mark)(what)
+        for function in self.undone:  # torch disables it anew at its next call
+            vars(function).pop("__dynamo_disable", None)
         self.marked.clear()
+        self.undone.clear()
 
 
 _ON_COMPILER = _OnCompiler()
@@ -185,8 +251,8 @@ _ON_COMPILER = _OnCompiler()
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds what waits; what is not installed stays not found."""
 
-    def __init__(self) -> None:
-        self.libraries = [name for name in LIBRARIES if name not in sys.modules]
+    def __init__(self, but: str) -> None:
+        self.libraries = [name for name in LIBRARIES if name not in sys.modules and name != but]
         self.compiler = COMPILER not in sys.modules
         self.stand_ins: list[str] = []
 
@@ -234,14 +300,15 @@ PACKAGES_DISTRIBUTIONS = importlib.metadata.packages_distributions
 
 
 @contextmanager
-def waiting() -> Iterator[None]:
-    """Let `LIBRARIES`, torch's compiler and the `__init__` of `PACKAGES` wait while others are imported.
+def waiting(*, but: str = "") -> Iterator[None]:
+    """Let `LIBRARIES` (`but` one), torch's compiler and the `__init__` of `PACKAGES` wait while others are
+    imported.
 
     What is imported already stays as it is. On leaving the stand-ins are gone: an import of one of the
     libraries from then on gets it. Parallel styles of transformers are registered by importing
     `transformers.distributed.tensor_parallel` and `expert_parallel`, which its models do not do then.
     """
-    finder = _Finder()
+    finder = _Finder(but)
     if finder.compiler and _ON_COMPILER not in sys.meta_path:
         sys.meta_path.insert(0, _ON_COMPILER)
     sys.meta_path.insert(0, finder)

@@ -18,6 +18,7 @@ from darkroom.bill import Bill, Meter
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_out_of_memory
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
+from darkroom.libraries import without_compiler
 from darkroom.recipe.fine_tuning import SUBJECT_TASKS
 from darkroom.recipe.kohya import refuse_foreign_state
 from darkroom.recipe.recipe import Recipe, read_sweep, recipe_of
@@ -82,7 +83,7 @@ def train(
     if not recipe.phases:  # before the processes meet: each finds the same mistake for itself
         recipe.check(started_together())
         check_reach(recipe.track, recipe.evaluate, recipe.checkpoint)
-    with joined(recipe.parallel) as ranks:
+    with joined(recipe.parallel) as ranks, without_compiler():
         say = console if ranks.first else _nothing
         launch = _Launch(recipe, feed, say, ranks, whole_process)
         if recipe.phases:

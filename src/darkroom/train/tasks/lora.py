@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize
 
 from darkroom.errors import RecipeError
 from darkroom.hardware.system import atomic_replace
+from darkroom.libraries import waiting
 from darkroom.models.embeddings import pool_at_end
 from darkroom.models.model import write_tensors
 from darkroom.recipe.sections import AdapterSettings, WordSettings
@@ -148,9 +149,11 @@ def _inject(
             made = PARAMETRIZED[settings.kind](layer.weight, settings.rank_of(f"{part}.{name}"))
             parametrize.register_parametrization(layer, "weight", made)
         return
-    from peft import inject_adapter_in_model
+    with waiting(but="peft"):  # of transformers it would import the sharding
+        from peft import inject_adapter_in_model
 
     _ask_loaded_torchao()
+    _leave_sharding()
     config = _peft_config(part, layers, settings)
     if settings.init_lora_weights in PEFT_STARTS and draws:
         config.init_lora_weights = settings.init_lora_weights
@@ -182,6 +185,17 @@ def _ask_loaded_torchao() -> None:
         asked = getattr(module, "is_torchao_available", None)
         if asked is not None and not isinstance(asked, partial):
             vars(module)["is_torchao_available"] = partial(_is_loaded, asked)
+
+
+def _leave_sharding() -> None:
+    """Let PEFT not ask whether a weight is cut among processes: weights that get an adapter never are."""
+    from peft.tuners import tuners_utils
+
+    if (
+        vars(tuners_utils).get("_torch_supports_distributed")
+        and "torch.distributed.tensor" not in sys.modules
+    ):
+        vars(tuners_utils)["_torch_supports_distributed"] = False
 
 
 def _is_loaded(is_available: Callable[[], bool]) -> bool:
