@@ -138,7 +138,7 @@ def distilled(args: argparse.Namespace, subject: Subject, method: str) -> Path:
             "checkpoint": {"every": max(1, steps // 4), "keep": 1},
         }
     )
-    out = Path(args.out) / method
+    out = Path(args.out) / f"{subject.name}-{method}"
     return train(recipe, out=out, console=lambda line: print(line, flush=True)).model
 
 
@@ -150,7 +150,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     kept = rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []
     again = ("teacher", UNTRAINED, *(args.method or METHODS))
-    kept = [line for line in kept if json.loads(line)["model"] not in again]
+    kept = [line for line in kept if not is_again(json.loads(line), subject.name, again)]
     rows.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
     firsts: list[Image.Image] = []
@@ -167,7 +167,7 @@ def main() -> None:
         images = [picture.image for picture in pictures]
         alike = likeness(images, firsts) if firsts else {}
         firsts[:] = firsts or images
-        show(images, out / f"{name.replace(', ', '-').replace(' ', '-')}-{steps}.png")
+        show(images, out / f"{subject.name}-{name.replace(', ', '-').replace(' ', '-')}-{steps}.png")
         row = {
             "subject": subject.name,
             "model": name,
@@ -196,6 +196,11 @@ def main() -> None:
         student = distilled(args, subject, method)
         for steps in FEW:
             finding(student, method, steps)
+
+
+def is_again(row: dict[str, Any], subject: str, models: Sequence[str]) -> bool:
+    """Whether a row of before is made anew."""
+    return row.get("subject", "quickstart") == subject and row["model"] in models
 
 
 def show(images: Sequence[Image.Image], path: Path) -> None:

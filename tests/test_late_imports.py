@@ -169,7 +169,11 @@ from darkroom.libraries import without_compiler
 with without_compiler():
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
     print("torch._dynamo.convert_frame" in sys.modules)
+    import torch._dynamo as held
+    own = torch.compiler.disable(lambda x: x)
+    print(own(1), own.__wrapped__.__dynamo_disable is own.__wrapped__)
     import torch._dynamo.config as config
+    print(own(1), own.__wrapped__.__dynamo_disable is own.__wrapped__, held.is_compiling())
     print("torch._dynamo.convert_frame" in sys.modules)
     print(config is torch._dynamo.config is sys.modules["torch._dynamo.config"], config.cache_size_limit > 0)
 with without_compiler():
@@ -177,4 +181,4 @@ with without_compiler():
 print(torch._dynamo.__file__ is not None)
 """
     lines = fresh(code, tmp_path).stdout.splitlines()
-    assert lines == ["False", "True", "True True", "False True", "True"]
+    assert lines == ["False", "1 True", "1 False False", "True", "True True", "False True", "True"]

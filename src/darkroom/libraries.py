@@ -19,9 +19,10 @@ import importlib.metadata
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -47,6 +48,7 @@ PACKAGES = (
     "transformers.models",
 )
 """Packages whose `__init__` imports or lists every one of their modules."""
+_ONE_AT_A_TIME = threading.Lock()
 COMPILER = "torch._dynamo"
 """Imported by diffusers to mark functions and classes for torch.compile."""
 
@@ -133,17 +135,17 @@ class _LateCompiler(ModuleType):
         for finder in sys.meta_path:
             if isinstance(finder, _Finder):
                 finder.compiler = False
-        _forget(COMPILER)
+        _forget_stand_in()
         return getattr(importlib.import_module(COMPILER), name)
 
 
 class _NoCompiler(_LateCompiler):
     """What torch's optimisers ask of the compiler where nothing is compiled: nothing happens."""
 
-    def disable(self, function: Any = None, recursive: bool = True, **_: Any) -> Any:
-        """The function itself, until the compiler comes."""
-        if function is None:
-            return partial(self.disable, recursive=recursive)
+    def disable(self, function: Any = None, recursive: bool = True, **how: Any) -> Any:
+        """For torch's own wrapper, which keeps the answer, the function itself until the compiler comes."""
+        if how.get("wrapping", True):
+            return super().disable(function, recursive)
         _ON_COMPILER.undone.append(function)
         return function
 
@@ -158,9 +160,10 @@ class _NoCompiler(_LateCompiler):
 
 
 def _forget_stand_in() -> None:
-    """Let the next import of the compiler find itself."""
-    if isinstance(sys.modules.get(COMPILER), _NoCompiler):
-        _forget(COMPILER)
+    """Let the next import of the compiler find itself; what some thread imports already stays."""
+    with _ONE_AT_A_TIME:
+        if isinstance(sys.modules.get(COMPILER), _LateCompiler):
+            _forget(COMPILER)
 
 
 @contextmanager

@@ -170,6 +170,24 @@ def test_a_model_is_scored_in_every_way(tiny, text_extractors, painted, tmp_path
     assert drift.value > 1e-4
 
 
+@pytest.mark.parametrize(("scheduler", "drawn_at"), [("LCMScheduler", 1.0), ("DDIMScheduler", 6.0)])
+def test_a_distilled_model_is_drawn_without_guidance(text_extractors, scheduler, drawn_at):
+    """As `generate` draws it, whatever scale its teacher noted; others by their own scale."""
+    model = models.create("tiny", seed=3)
+    model.scheduler, model.guidance = {**model.scheduler, "_class_name": scheduler}, 6.0
+    seen = []
+
+    def drawing(model, prompts, **settings):
+        pictures = sample.generate(model, prompts, **settings)
+        seen.extend(picture.parameters["guidance"] for picture in pictures)
+        return pictures
+
+    evaluate(
+        model, ["a dog"], ["div"], generate=drawing, extractors=text_extractors, num=2, settings={"steps": 2}
+    )
+    assert set(seen) == {drawn_at}
+
+
 def test_a_model_that_did_not_move_has_no_drift(tiny, text_extractors):
     (score,) = evaluate(
         tiny,

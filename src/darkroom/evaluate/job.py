@@ -33,6 +33,7 @@ from darkroom.evaluate.pictures import (
 from darkroom.models.model import Model
 from darkroom.options import LCM_SOLVERS
 from darkroom.run import append_rows, check_table, read_rows
+from darkroom.sample.choice import default_solver
 
 LOG = logging.getLogger("darkroom")
 ROLES = ("dino", "clip", "inception", "coca")
@@ -88,7 +89,7 @@ def evaluate(
     needs = {need for name in names for need in METRICS[name].needs}
     where = {"model": model_name(model), "model_sha256": rows.model_sha256(model)}
     settings = {**(settings or {})}
-    few = settings.get("solver") in LCM_SOLVERS
+    few = (settings.get("solver") or default_solver(model.scheduler)[0]) in LCM_SOLVERS
     if settings.get("guidance") is None and model.guidance is not None and not few:
         settings["guidance"] = model.guidance  # of the base too, and kept with what was drawn
     more: dict[str, Any] = {"seed": seed, "precision": _precision_of(model), **settings}

@@ -198,10 +198,9 @@ class Profile:
             masters = 4.0 * self.trained
             # Beside its shard of the float32 masters a device holds the weights it computes with, whole.
             held["weights"] += masters / shards - (masters if self.facts["masters_apart"] else 0.0)
-            if frozen := self.facts.get(
-                "frozen_cut", 0
-            ):  # in float32, a block at work and the next one whole
-                held["weights"] += 4.0 * frozen / shards - self.facts["frozen_cut_bytes"]
+            # Of these a block at work and the next are whole.
+            if frozen := self.facts.get("frozen_cut_bytes", 0):
+                held["weights"] += frozen / shards - frozen
                 held["weights"] += 0.0 if gathers else 2.0 * self.facts["block_bytes"]
             if gathers:
                 held["weights"] += 2.0 * self.facts["block_bytes"] - self.facts["computing_bytes"]

@@ -352,6 +352,11 @@ def step_seconds(
             whole += 0.5 * all_reduce_s(where.card, where.cluster.sharing, held, where.known)
         shown = exposed_s(whole, backward.total, where.known)
         seconds += TimeBreakdown(communication=shown).times(times)
+        if where.cluster.shards > 1:  # a student's teacher and target are gathered in each forward pass
+            frozen_bytes = profile.facts.get("frozen_cut_bytes", 0)
+            whole = 0.5 * all_reduce_s(where.card, where.cluster.sharing, frozen_bytes, where.known)
+            shown = exposed_s(whole, both.total - backward.total, where.known) if frozen_bytes else 0.0
+            seconds += TimeBreakdown(communication=shown).times(number)
     return seconds
 
 

@@ -137,7 +137,6 @@ def _cut_besides(task: Any) -> dict[str, Any]:
     if not isinstance(task, FewSteps):
         return {}
     return {
-        "frozen_cut": sum(p.numel() for module in task.frozen for p in module.parameters()),
         "frozen_cut_bytes": sum(p.nbytes for module in task.frozen for p in module.parameters()),
     }
 

@@ -96,7 +96,8 @@ class FlowSettings(BaseModel):
     shift: Annotated[float, Field(gt=0, le=100)] | Literal["auto", "model"] = Field(
         default="auto",
         description="times are moved to shift * t / (1 + (shift - 1) * t), more noise above 1; auto: by "
-        "data.resolution, sqrt(latent pixels / 1024), at least 1; model: as its scheduler says",
+        "data.resolution, sqrt(latent pixels / 1024), at least 1, of the task distill as model; model: as "
+        "its scheduler says",
     )
 
 

@@ -347,6 +347,12 @@ def check_distill(
     for key, value in keys_given.items():
         if value:
             raise RecipeError(key, f"{value} with the task distill, whose teacher is the model as it is")
+    drawn = objective.timesteps.model_dump(exclude_defaults=True)
+    times = {f"objective.timesteps.{name}": value for name, value in drawn.items()}
+    times |= {"objective.flow.mean": objective.flow.mean, "objective.flow.std": objective.flow.std}
+    for key, value in times.items():
+        if value is not None:
+            raise RecipeError(key, f"{value} with the task distill, whose timesteps are its teacher's steps")
 
 
 def check_online(task: str, data: DataSettings) -> None:

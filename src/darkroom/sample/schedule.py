@@ -273,6 +273,7 @@ FLOW_UNKNOWN: dict[str, Any] = {
     "use_karras_sigmas": False,
     "use_exponential_sigmas": False,
     "use_beta_sigmas": False,
+    "scale_factors": None,
 }
 
 

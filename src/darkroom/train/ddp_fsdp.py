@@ -298,9 +298,18 @@ def _cast_input(dtype: torch.dtype, x: Tensor) -> Tensor:
     return x.to(dtype) if x.is_floating_point() and x.ndim > 2 else x
 
 
-def shard_frozen(module: nn.Module, dtype: torch.dtype, ranks: Ranks) -> None:
-    """Cut a module that is not trained among the ranks; each block is gathered for its forward pass alone."""
-    _shard_module(module, dtype, ranks, "full")
+def shard_frozen(module: nn.Module, dtype: torch.dtype, ranks: Ranks, shard: str) -> None:
+    """Cast a module that is not trained, and cut it among the same ranks as those that are; each block is
+    gathered for its forward pass alone.
+    """
+    _shard_module(module.to(dtype), dtype, ranks, "hybrid" if shard == "hybrid" else "full")
+    if hasattr(module, "reset_iter_state"):  # else what a backward pass would forget is kept for good
+        module.register_forward_hook(lambda module, args, out: module.reset_iter_state())
+
+
+def is_cut(module: nn.Module) -> bool:
+    """Whether its weights are cut among ranks."""
+    return any(hasattr(param, "to_local") for param in module.parameters())
 
 
 def rows_here(weight: Tensor) -> Tensor:

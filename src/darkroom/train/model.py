@@ -10,7 +10,7 @@ from darkroom import models
 from darkroom.errors import CheckpointError, RecipeError
 from darkroom.hardware.system import atomic_replace
 from darkroom.models.families import FAMILIES
-from darkroom.models.model import PARTS, Model
+from darkroom.models.model import PARTS, Model, is_flow
 from darkroom.recipe.sections import VAE_TASKS
 from darkroom.train.objective import scheduler_config
 from darkroom.train.tasks.distill import lcm_scheduler
@@ -73,6 +73,9 @@ def build_model(
 def settle_scheduler(model: Model, task: str, objective: ObjectiveSettings, resolution: int) -> None:
     """Give a model the scheduler that it is trained with; RecipeError for pictures of an impossible size."""
     latent_pixels = (resolution // model.vae_factor) ** 2
+    if task == "distill" and objective.flow.shift == "auto" and is_flow(model.scheduler):  # the teacher's
+        flow = objective.flow.model_copy(update={"shift": "model"})
+        objective = objective.model_copy(update={"flow": flow})
     model.scheduler = scheduler_config(objective, model.scheduler, latent_pixels)
     if task == "distill":
         model.scheduler = lcm_scheduler(model.scheduler, objective.distill)

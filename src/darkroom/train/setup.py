@@ -380,7 +380,7 @@ def bare_step(
     else:
         weights = share_weights(task.modules, dtype, ranks, shard, reduce)
     for module in _other_unets(task) if ranks.sharded else ():
-        shard_frozen(module, dtype, ranks)
+        shard_frozen(module, dtype, ranks, shard)
     return Step(
         task,
         weights,

@@ -188,8 +188,12 @@ def test_rectified_flows_loss_follows_eulers_steps(
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     distance = f"objective.distill.distance={'velocity' if velocity else 'picture'}"
-    job = job_of(recipe_of, flowing, *GUIDED, distance, "objective.flow.shift=model")
+    job = job_of(recipe_of, flowing, *GUIDED, distance)
     inputs = first_inputs(job)
+    drawn = inputs["index"]
+    assert ((drawn > -1) & (drawn <= 49)).all()
+    assert (drawn != drawn.round()).any()  # also between the teacher's own steps
+    inputs["index"] = drawn.ceil()
     inputs["index"][:2] = torch.tensor([0, 49])
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(job.task.model.scheduler)
     assert scheduler.config.shift == 2
@@ -201,7 +205,7 @@ def test_rectified_flows_loss_follows_eulers_steps(
 
     def expected(guidance: torch.Tensor) -> torch.Tensor:
         found = []
-        for i, index in enumerate(inputs["index"].tolist()):
+        for i, index in enumerate(inputs["index"].int().tolist()):
             scheduler.set_timesteps(sigmas=[share / 50 for share in range(50, 0, -1)])
             scheduler.set_begin_index(49 - index)
             t, sigma = scheduler.timesteps[49 - index], scheduler.sigmas[49 - index]
@@ -230,7 +234,6 @@ def test_a_distilled_flow_is_drawn_in_four_steps_here_and_opens_in_diffusers(
     from diffusers import FlowMatchLCMScheduler
 
     told = [f"model.base={flowing}", "data.resolution=32", "train.steps=2", "optim.warmup_steps=0"]
-    told.append("objective.flow.shift=model")
     train(
         recipe_of("distill", *told, model={"base": str(flowing)}),
         out=tmp_path / "run",
@@ -318,6 +321,8 @@ def test_an_lcm_lora_opens_in_diffusers(recipe_of: MakeRecipe, base: Path, tmp_p
         ("objective.min_snr_gamma=5", "min_snr_gamma"),
         ("objective.distill.ddim_steps=1", "ddim_steps"),
         ("model.train_text_encoder=true", "train_text_encoder"),
+        ("objective.timesteps.min=100", "objective.timesteps.min: 100 with the task distill"),
+        ("objective.flow.mean=0", "objective.flow.mean: 0.0 with the task distill"),
         ("objective.distill={target: average},train.ema.enabled=false", "average without averaged weights"),
         ("objective.distill={target: average, method: dmd2}", "target average with method dmd2"),
         ("objective.distill={distance: velocity, method: dmd2}", "distance velocity with method dmd2"),

@@ -190,13 +190,13 @@ def test_a_plan_and_the_count_of_work_know_both_kinds_of_steps(recipe_of: MakeRe
 
 
 def test_a_plan_knows_that_teachers_are_cut_too(recipe_of: MakeRecipe, base: Path) -> None:
-    """Among four devices: masters, and the teacher, which rests in float32 with two blocks whole in bf16."""
+    """Among four devices: masters, and the teacher, of which two blocks are whole."""
     counted = profile_recipe(recipe(recipe_of, base).dump(), "bf16", gpu=True)
     unet, blocks = counted.parameters["unet"], 2 * counted.facts["block_bytes"]
     whole, cut = counted.memory(2)["weights"], counted.memory(2, shards=4)["weights"]
-    assert whole - cut == 4 * 2 * unet * 3 / 4 + (2 * unet - 4 * unet / 4 - blocks)
+    assert whole - cut == 4 * 2 * unet * 3 / 4 + (2 * unet * 3 / 4 - blocks)
     plain = recipe_of("finetune", "data.resolution=32", model={"base": str(base)}).dump()
-    assert "frozen_cut" not in profile_recipe(plain, "bf16", gpu=True).facts
+    assert "frozen_cut_bytes" not in profile_recipe(plain, "bf16", gpu=True).facts
 
 
 def test_the_work_of_lcm_is_counted_with_its_teacher(recipe_of: MakeRecipe, base: Path) -> None:
@@ -247,7 +247,7 @@ def test_of_rectified_flow_the_student_draws_as_diffusers_does(recipe_of: MakeRe
     kind = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 2.0}
     model.scheduler = kind
     models.save(model, tmp_path / "flow")
-    job = job_of(recipe_of, tmp_path / "flow", *GUIDED, "objective.flow.shift=model")
+    job = job_of(recipe_of, tmp_path / "flow", *GUIDED)
     inputs, task = first_inputs(job), job.task
     scheduler = FlowMatchLCMScheduler.from_config(task.model.scheduler)
     scheduler.set_timesteps(sigmas=[1.0, 2 / 3, 1 / 3])

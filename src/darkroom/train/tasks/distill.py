@@ -37,7 +37,7 @@ from darkroom.models.model import Model, is_flow
 from darkroom.prepare.columns import text_states, tokenize
 from darkroom.recipe.sections import DistillSettings
 from darkroom.sample.schedule import Flow, lcm_timesteps
-from darkroom.train.ddp_fsdp import rows_here
+from darkroom.train.ddp_fsdp import is_cut, rows_here
 from darkroom.train.objective import FLOW, FlowObjective, Objective, square_error
 from darkroom.train.tasks.diffusion import Columns, Diffusion
 
@@ -46,6 +46,8 @@ Index = TypeVar("Index", Tensor, float)
 SIGMA_DATA = 0.5
 """LCM's: the boundary condition's standard deviation of data."""
 USUAL_GUIDANCE = 7.5
+PLACES = 1024
+"""Within a step of the teacher, from which a student of rectified flow starts."""
 LEAST_SIGMA = 1e-3
 """Of unusual schedules the first timesteps have less, and velocities would be without bounds there."""
 _KEPT = (
@@ -103,18 +105,26 @@ class FewSteps(Diffusion):
         self._empty = self._states_of_nothing()
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
-        """What diffusion takes, with DDIM's step index [B] and a guidance [B] for each row."""
+        """What diffusion takes, with the teacher's step [B] and a guidance [B] for each row.
+
+        Steps are whole, of rectified flow any fraction: few steps are drawn between the teacher's there.
+        """
         unet: Any = self.model.unet
         for module in self.frozen:
-            if module.dtype != unet.dtype:
+            if module.dtype != unet.dtype and not is_cut(module):
                 nn.Module.to(module, unet.dtype)  # the step has cast the student meanwhile
         inputs = super().inputs(columns, device)
         steps = self._settings.ddim_steps
         whole_b = columns["u"] * steps  # float64, which not every accelerator takes: it stays where it is
         index_b = whole_b.long().clamp_(0, steps - 1)
         # What is left of the draw is a draw of its own.
+        left_b = whole_b - index_b
+        if self._diffusion.prediction == FLOW:
+            place_b = left_b * PLACES
+            left_b = place_b - place_b.floor()
+            index_b = (index_b - place_b.floor() / PLACES).float()
         least, most = self._guidance
-        guidance_b = (least + (most - least) * (whole_b - index_b)).to(inputs["latents"].dtype)
+        guidance_b = (least + (most - least) * left_b).to(inputs["latents"].dtype)
         return {**inputs, "index": to_device(index_b, device), "guidance": to_device(guidance_b, device)}
 
     def _answer_at(

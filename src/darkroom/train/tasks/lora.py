@@ -12,6 +12,7 @@ import fnmatch
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,11 +154,11 @@ def _inject(
         from peft import inject_adapter_in_model
 
     _ask_loaded_torchao()
-    _leave_sharding()
     config = _peft_config(part, layers, settings)
     if settings.init_lora_weights in PEFT_STARTS and draws:
         config.init_lora_weights = settings.init_lora_weights
-    inject_adapter_in_model(config, module, adapter_name=NAME)
+    with _without_sharding():
+        inject_adapter_in_model(config, module, adapter_name=NAME)
     if settings.kind == "lokr":
         for name in layers:
             whole: Any = module.get_submodule(name)
@@ -187,15 +188,20 @@ def _ask_loaded_torchao() -> None:
             vars(module)["is_torchao_available"] = partial(_is_loaded, asked)
 
 
-def _leave_sharding() -> None:
-    """Let PEFT not ask whether a weight is cut among processes: weights that get an adapter never are."""
+@contextmanager
+def _without_sharding() -> Iterator[None]:
+    """Within, PEFT does not ask whether a weight is cut among processes: those with adapters never are."""
     from peft.tuners import tuners_utils
 
-    if (
-        vars(tuners_utils).get("_torch_supports_distributed")
-        and "torch.distributed.tensor" not in sys.modules
-    ):
-        vars(tuners_utils)["_torch_supports_distributed"] = False
+    asks, names = "_torch_supports_distributed", vars(tuners_utils)
+    if asks not in names or "torch.distributed.tensor" in sys.modules:
+        yield
+        return
+    before, names[asks] = names[asks], False
+    try:
+        yield
+    finally:
+        names[asks] = before
 
 
 def _is_loaded(is_available: Callable[[], bool]) -> bool:
