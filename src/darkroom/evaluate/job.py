@@ -30,10 +30,9 @@ from darkroom.evaluate.pictures import (
     prompts_of_pictures,
     without_token,
 )
-from darkroom.models.model import Model
+from darkroom.models.model import Model, is_lcm_scheduler
 from darkroom.options import LCM_SOLVERS
 from darkroom.run import append_rows, check_table, read_rows
-from darkroom.sample.choice import default_solver
 
 LOG = logging.getLogger("darkroom")
 ROLES = ("dino", "clip", "inception", "coca")
@@ -89,7 +88,8 @@ def evaluate(
     needs = {need for name in names for need in METRICS[name].needs}
     where = {"model": model_name(model), "model_sha256": rows.model_sha256(model)}
     settings = {**(settings or {})}
-    few = (settings.get("solver") or default_solver(model.scheduler)[0]) in LCM_SOLVERS
+    solver = settings.get("solver")
+    few = is_lcm_scheduler(model.scheduler) if solver is None else solver in LCM_SOLVERS
     if settings.get("guidance") is None and model.guidance is not None and not few:
         settings["guidance"] = model.guidance  # of the base too, and kept with what was drawn
     more: dict[str, Any] = {"seed": seed, "precision": _precision_of(model), **settings}

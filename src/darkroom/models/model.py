@@ -254,6 +254,11 @@ def is_flow(scheduler: Mapping[str, Any]) -> bool:
     return of_class or bool(scheduler.get("use_flow_sigmas", False))
 
 
+def is_lcm_scheduler(scheduler: Mapping[str, Any]) -> bool:
+    """Whether a scheduler configuration is of a model that was distilled to few steps without guidance."""
+    return scheduler.get("_class_name") in ("LCMScheduler", "FlowMatchLCMScheduler")
+
+
 def numbered(part: str, i: int) -> str:
     """The folder of the i-th text encoder or tokenizer: `text_encoder`, `text_encoder_2`."""
     return part if i == 0 else f"{part}_{i + 1}"

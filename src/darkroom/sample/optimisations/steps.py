@@ -24,6 +24,7 @@ import torch
 from darkroom.errors import InputError
 from darkroom.hardware.accelerator import new_tensor
 from darkroom.models.adapters.bank import take_rows
+from darkroom.models.model import is_lcm_scheduler
 from darkroom.sample.denoise import Owner, Row, Unet
 from darkroom.sample.optimisations.applied import Applied, CallOf
 from darkroom.sample.solvers import SolverTable
@@ -259,4 +260,4 @@ def is_lcm(model: object) -> bool:
     config = getattr(getattr(model, "unet", None), "config", None)
     scheduler = getattr(model, "scheduler", {})
     takes_guidance = getattr(config, "time_cond_proj_dim", None) is not None
-    return takes_guidance or scheduler.get("_class_name") in ("LCMScheduler", "FlowMatchLCMScheduler")
+    return takes_guidance or is_lcm_scheduler(scheduler)
