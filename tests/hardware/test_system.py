@@ -104,7 +104,11 @@ def test_every_module_is_imported_where_posix_is_hidden() -> None:
     names = [one.name for one in pkgutil.walk_packages(darkroom.__path__, "darkroom.")]
     for name in names:
         if not name.endswith("__main__"):
-            importlib.import_module(name)
+            try:
+                importlib.import_module(name)
+            except ModuleNotFoundError as missing:  # Triton comes with torch for NVIDIA alone
+                if missing.name != "triton" or not name.endswith("triton_kernels"):
+                    raise
     from typer.testing import CliRunner
     from darkroom.cli import app
     print(len(names), CliRunner().invoke(app, ["doctor"]).exit_code in (0, 1))
