@@ -112,7 +112,7 @@ def distilled(args: argparse.Namespace, subject: Subject, method: str) -> Path:
     if lcm:
         distill |= {"ddim_steps": args.ddim_steps, "distance": args.distance, "target": args.target}
     else:
-        distill |= {"steps": max(FEW), "fake_updates": args.fake_updates}
+        distill |= {"steps": max(FEW), "fake_updates": args.fake_updates, "fake_lr": args.fake_lr}
     steps = args.steps if lcm else args.dmd2_steps
     recipe = make_recipe(
         {
@@ -220,7 +220,8 @@ def settings_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
         }
     if name != "dmd2":
         return {}
-    return {"train_steps": args.dmd2_steps, "lr": args.dmd2_lr, "fake_updates": args.fake_updates}
+    names = ("fake_lr", "fake_updates")
+    return {"train_steps": args.dmd2_steps, "lr": args.dmd2_lr} | {key: getattr(args, key) for key in names}
 
 
 def read_arguments() -> argparse.Namespace:
@@ -245,6 +246,7 @@ def read_arguments() -> argparse.Namespace:
         "--ddim-steps", type=int, default=10, help="of LCM's teacher: errors pass on from each"
     )
     parser.add_argument("--dmd2-lr", type=float, default=1e-4, help="of DMD2")
+    parser.add_argument("--fake-lr", type=float, help="of DMD2's second score; as the student's")
     parser.add_argument("--fake-updates", type=int, default=5, help="of DMD2: steps for each of the student")
     parser.add_argument("--toy", action="store_true")
     args = parser.parse_args()
