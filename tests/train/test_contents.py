@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -389,8 +390,10 @@ def test_weights_are_told_apart_wherever_they_differ() -> None:
     assert sampled(torch.nn.Sequential(linear)) != before
 
 
-def test_a_tokenizer_of_few_words_is_looked_at_without_a_remark(caplog):
+def test_a_tokenizer_of_few_words_is_looked_at_without_a_remark(caplog, monkeypatch):
     """The text that shows its merges is longer than it takes; what transformers says of that is not heard."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, "transformers")
     short = models.train_tokenizer(["a dog"], vocab_size=520, model_max_length=8)
     model = models.create("tiny", tokenizer=short)
     assert "splitting into tokens" in base_of("lora", ModelSettings(base="somewhere"), model)

@@ -17,7 +17,7 @@ from serve.conftest import Server, difference
 from serve.engine.test_engine import Running
 
 SMALL = {"transformer": {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16}}
-SOLVERS = [None, "flow_euler", "flow_heun", "flow_dpmpp_2m", "euler"]
+SOLVERS = [None, "flow_euler", "flow_heun", "flow_dpmpp_2m", "flow_lcm", "euler"]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_60_pictures_of_random_mixes_equal_their_lone_runs(transformer: models.M
 
 def test_its_card_names_its_own_solvers(transformer: models.Model) -> None:
     card = model_card(transformer, ServeSettings(model="runs/some/model"), 4096)
-    assert card.solvers == ("flow_euler", "flow_heun", "flow_dpmpp_2m")
+    assert card.solvers == ("flow_euler", "flow_heun", "flow_dpmpp_2m", "flow_lcm")
     assert card.solver == "flow_euler"
     assert card.size_step == 8
     assert card.guidance == 7.5
