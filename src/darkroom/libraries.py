@@ -48,9 +48,9 @@ PACKAGES = (
     "transformers.models",
 )
 """Packages whose `__init__` imports or lists every one of their modules."""
-_ONE_AT_A_TIME = threading.Lock()
 COMPILER = "torch._dynamo"
 """Imported by diffusers to mark functions and classes for torch.compile."""
+_ONE_AT_A_TIME = threading.Lock()  # takes the compiler's stand-in away
 
 
 class _LateName(type):
@@ -168,7 +168,7 @@ def _forget_stand_in() -> None:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Within, torch's optimisers step without importing torch's compiler (0.9 s of a start) for nothing.
+    """Within, torch's optimisers step without importing torch's compiler for nothing.
 
     Where it is imported already nothing changes, and whatever else is asked of it within imports it.
     """
