@@ -28,7 +28,7 @@ from own_postgres import PROGRAMS, OwnPostgres
 
 sys.dont_write_bytecode = False
 gc.disable()  # until everything is imported and collected: nearly all of that stays
-LOOKED_AT_ALL_EVERY = 200  # tests
+LOOKED_AT_ALL_EVERY = 400  # tests
 TESTS = pytest.StashKey[int]()
 COUNT_FROZEN = gc.get_freeze_count
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

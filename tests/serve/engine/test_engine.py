@@ -150,10 +150,17 @@ def drawn_together(running: Running, requests: list[PictureRequest], draw: rando
     return works
 
 
-@pytest.mark.parametrize("lanes", [2, pytest.param(0, marks=pytest.mark.nightly)])
-def test_200_pictures_of_random_mixes_equal_their_lone_runs(small, adapter_folder, lanes):
+@pytest.mark.parametrize(
+    ("lanes", "count"),
+    [
+        (2, 60),
+        pytest.param(2, 200, marks=pytest.mark.nightly),
+        pytest.param(0, 200, marks=pytest.mark.nightly),
+    ],
+)
+def test_pictures_of_random_mixes_equal_their_lone_runs(small, adapter_folder, lanes, count):
     draw = random.Random(7)
-    requests = [mixed_request(draw, i) for i in range(200)]
+    requests = [mixed_request(draw, i) for i in range(count)]
     before = torch.get_rng_state()
     with Running(small, folder=adapter_folder, lanes=lanes) as running:
         works = drawn_together(running, requests, draw)
