@@ -53,16 +53,17 @@ TYPES_ELSEWHERE = tuple(
     if name != sys.platform
 )
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+# Three on two cores, for now one and now another waits for a server, a kill or a cluster.
 # A worker that dies names its test and ends the run: with one in its place the run was seen to wait for ever.
-TWO = ("-n", "2", "--max-worker-restart", "0")
+WORKERS = ("-n", "3", "--max-worker-restart", "0")
 IN_ORDER = ("--dist", "loadgroup", "--no-loadscope-reorder")  # the order is that of tests/nightly.py
 Line = tuple[tuple[str, ...], dict[str, str]]  # arguments of pytest, and what it gets in the environment
 PYTEST: dict[str, list[Line]] = {
-    "test": [((*TWO, "--dist", "loadgroup", "-m", "not nightly", "--durations", "10"), {})],
-    "check": [((*TWO, "--dist", "loadgroup", "-m", "not nightly"), {})],
+    "test": [((*WORKERS, "--dist", "loadgroup", "-m", "not nightly", "--durations", "10"), {})],
+    "check": [((*WORKERS, "--dist", "loadgroup", "-m", "not nightly"), {})],
     "nightly": [
-        ((*TWO, *IN_ORDER, "-m", "nightly", "--durations", "20"), {}),
-        ((*TWO, "tests/sample", "tests/measure", "tests/serve", "-m", "not nightly"), AVX2),
+        ((*WORKERS, *IN_ORDER, "-m", "nightly", "--durations", "20"), {}),
+        ((*WORKERS, "tests/sample", "tests/measure", "tests/serve", "-m", "not nightly"), AVX2),
     ],
 }
 TEST_EXTRAS = ("all", "dev", "docs")  # of pyproject.toml; the quickstart needs none
