@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import socket
 import statistics
@@ -92,9 +93,9 @@ def until(command: Sequence[str], has_started: Callable[[Path], bool] | None, fo
     return Started(used.ru_utime + used.ru_stime, wall_s, printed.read_text())
 
 
-def is_said(line: str) -> Callable[[Path], bool]:
-    """Whether a line that begins so was printed."""
-    return lambda printed: any(one.startswith(line) for one in printed.read_text().splitlines())
+def first_step_is_said(printed: Path) -> bool:
+    """Whether a training run has told of its first step."""
+    return re.search(r"^step +1/", printed.read_text(), re.M) is not None
 
 
 def is_ready(port: int) -> Callable[[Path], bool]:
@@ -129,7 +130,7 @@ def cases(quickstart: Path, folder: Path) -> dict[str, Callable[[], Started]]:
 
     def trained(task: str) -> Started:
         words = [*darkroom, "train", str(recipes[task]), "--out", str(folder / f"run{next(number)}")]
-        return until(words, is_said("step 1/"), folder)
+        return until(words, first_step_is_said, folder)
 
     def served() -> Started:
         port = free_port()
