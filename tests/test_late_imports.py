@@ -138,6 +138,8 @@ def test_training_steps_without_the_compiler_which_comes_when_it_is_asked(task, 
     import_pictures(tmp_path / "pictures", Store.create(tmp_path / "store.lance"))
     code = f"""
 import sys
+from darkroom.libraries import let_pandas_wait
+let_pandas_wait()
 from darkroom.recipe import make_recipe
 from darkroom.train import train
 recipe = make_recipe({{
@@ -157,7 +159,7 @@ print(zero.__dynamo_disable is not zero)
 """
     done = fresh(code, tmp_path)
     found, compiled, disabled = done.stdout.splitlines()
-    assert set(ast.literal_eval(found)) <= {"lance", "pandas", *more}
+    assert set(ast.literal_eval(found)) <= {"lance", *more}
     assert (compiled, disabled) == ("2.0 False", "True")
 
 
@@ -182,3 +184,21 @@ print(torch._dynamo.__file__ is not None)
 """
     lines = fresh(code, tmp_path).stdout.splitlines()
     assert lines == ["False", "1 True", "1 False False", "True", "True True", "False True", "True"]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_pandas_comes_when_a_table_becomes_its_frame(waits, tmp_path):
+    """The control: pyarrow's datasets bring it by themselves."""
+    code = f"""
+import sys
+from darkroom.libraries import let_pandas_wait
+if {waits}:
+    let_pandas_wait()
+import lance
+import pyarrow as pa
+print("pandas" in sys.modules)
+frame = pa.table({{"a": [1, None]}}).to_pandas()
+print(type(frame).__name__, pa.Table.from_pandas(frame).to_pydict(), pa.array(frame["a"]).to_pylist())
+"""
+    found = fresh(code, tmp_path).stdout.splitlines()
+    assert found == [str(not waits), "DataFrame {'a': [1.0, None]} [1.0, None]"]

@@ -6,8 +6,8 @@ lets those imports wait while it is open: a library is replaced by a stand-in wh
 thing when they are called or read, and a package's `__init__` runs when a name is asked of it that only it
 has. Nothing is missing afterwards, and no class or function of a library is another one.
 
-`limit_spinning` and `hush` are for programs, before torch is imported. Importing this file imports none of
-them.
+`limit_spinning`, `hush` and `let_pandas_wait` are for programs, before torch is imported. Importing this
+file imports none of them.
 """
 
 from __future__ import annotations
@@ -339,6 +339,29 @@ def limit_spinning() -> None:
     Threads that spin without end make a U-Net step up to 30 times slower on a busy small machine.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
+class _NoPandasYet(importlib.abc.MetaPathFinder):
+    """Finds no pandas while pyarrow's datasets are imported: pyarrow looks for it then without need."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """None, or ModuleNotFoundError for pandas then."""
+        asking = sys.modules.get("pyarrow._dataset")
+        if name == "pandas" and getattr(getattr(asking, "__spec__", None), "_initializing", False):
+            raise ModuleNotFoundError("pandas waits until something asks for it", name=name)
+        return None
+
+
+def let_pandas_wait() -> None:
+    """Import pandas when a table is turned into its frames, not whenever pyarrow's datasets are imported.
+
+    pyarrow looks once whether pandas is there and, where it was not, again when it needs it. A program that
+    gives pyarrow series of pandas before that has them read as plain sequences.
+    """
+    if "pandas" not in sys.modules and not any(isinstance(one, _NoPandasYet) for one in sys.meta_path):
+        sys.meta_path.insert(0, _NoPandasYet())
 
 
 def hush() -> None:

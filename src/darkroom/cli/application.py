@@ -18,7 +18,7 @@ import darkroom
 from darkroom import options
 from darkroom.errors import DarkroomError, RecipeError, is_out_of_memory, is_system_failure
 from darkroom.hardware.system import is_unicode, leaving_at_once, print_anything, reader_left
-from darkroom.libraries import hush, limit_spinning
+from darkroom.libraries import hush, let_pandas_wait, limit_spinning
 
 app = typer.Typer(
     name="darkroom",
@@ -48,6 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code; a user's mistake is one line, never a traceback."""
     limit_spinning()
     hush()
+    let_pandas_wait()
     for stream in (sys.stdout, sys.stderr):
         print_anything(stream)
     arguments = list(_renamed(sys.argv[1:] if arguments is None else arguments))
