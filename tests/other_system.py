@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +36,10 @@ HERE = Path(__file__).parents[1]
 
 def open_files() -> set[str]:
     """What this process has open or mapped, by path."""
-    fds = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    found = {os.readlink(fd) for fd in fds if os.path.lexists(fd)}
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # another thread has closed it meanwhile
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
     with REAL_OPEN("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         found |= {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")}
     return {path for path in found if os.path.isfile(path)}
