@@ -22,7 +22,7 @@ from darkroom.serve.engine.tickets import EngineJob
 from serve.conftest import SMALL, difference
 from serve.engine.test_engine import Running, mixed_request
 
-MOST = 12
+MOST = 20
 ROWS = FixedRows(8, 64 * 64, tries=True)
 """As a small model is served."""
 
