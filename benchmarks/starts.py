@@ -8,7 +8,9 @@ With the folder that `darkroom quickstart` left, of whose model and pictures:
 - `serve`: until /ready answers 200;
 - `plan`: of the same fine-tuning, when its counts are kept.
 Cases take turns. A row's seconds are of processors, user and system, of the process and what it waited for;
-`wall_s` has those of a clock. At the end it shows what the last start of each printed. Linux and macOS.
+`wall_s` has those of a clock. A row's warm-up is the first start, which compiles what no start before it has
+(Python keeps that; here too where PYTHONDONTWRITEBYTECODE says otherwise). At the end it shows what the last
+start of each printed. Linux and macOS.
 """
 
 from __future__ import annotations
@@ -58,6 +60,14 @@ class Started:
     printed: str
 
 
+def environment() -> dict[str, str]:
+    """This one's, where Python keeps what it has compiled, as it does by default."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    if len(kept) < len(os.environ):
+        kept.setdefault("PYTHONPYCACHEPREFIX", str(Path(tempfile.gettempdir()) / "darkroom-bytecode"))
+    return {**kept, "PYTHONUNBUFFERED": "1"}
+
+
 def until(command: Sequence[str], has_started: Callable[[Path], bool] | None, folder: Path) -> Started:
     """Runs a command to its end, or until it has started: then it is killed and its account read."""
     printed = folder / "printed.txt"
@@ -68,7 +78,7 @@ def until(command: Sequence[str], has_started: Callable[[Path], bool] | None, fo
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=folder,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env=environment(),
         )
     while has_started is not None and not has_started(printed):
         if os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:

@@ -202,3 +202,24 @@ print(type(frame).__name__, pa.Table.from_pandas(frame).to_pydict(), pa.array(fr
 """
     found = fresh(code, tmp_path).stdout.splitlines()
     assert found == [str(not waits), "DataFrame {'a': [1.0, None]} [1.0, None]"]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_plan_whose_counts_are_kept_comes_without_torch(counted, tmp_path):
+    """For this machine, whose devices torch is asked for where it may have any. The control has to count."""
+    words = ["plan", "generate", "--model", "tiny", "--size", "40x40"]
+    environment = {**os.environ, "DARKROOM_CACHE": str(tmp_path)}
+    if counted:
+        subprocess.run([sys.executable, "-m", "darkroom", *words], env=environment, check=True)
+    code = f"""
+import os, sys
+os.environ["DARKROOM_CACHE"] = {str(tmp_path)!r}
+from darkroom.cli import main
+from darkroom.hardware.machine import may_find_accelerator, torch_build
+try: main({words!r})
+except SystemExit as left: assert left.code == 0, left
+there = sorted({LATE | {"torch"}!r} & set(sys.modules))
+print("LATE", there if not may_find_accelerator(torch_build()) else [])
+"""
+    said = fresh(code, tmp_path).stdout.splitlines()[-1]
+    assert (said == "LATE []") == counted

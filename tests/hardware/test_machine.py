@@ -6,13 +6,22 @@ import json
 import platform
 import socket
 import subprocess
+from importlib import metadata
 
 import psutil
 import pytest
 import torch
 
 from darkroom.hardware import machine
-from darkroom.hardware.machine import Machine, cgroup_memory_limit, environment, git_commit, usable_cores
+from darkroom.hardware.machine import (
+    Machine,
+    cgroup_memory_limit,
+    environment,
+    git_commit,
+    may_find_accelerator,
+    torch_build,
+    usable_cores,
+)
 
 
 def test_the_machine_is_what_the_system_says():
@@ -40,6 +49,27 @@ def test_the_machine_is_what_the_system_says():
 def test_instructions_tell_the_class(instructions, row):
     here = Machine("x", 1, 1, 1.0, 1, 1, instructions, (), 1, "Linux", "3.11", "2.13")
     assert here.cpu_class == row
+
+
+def test_what_torch_was_built_for_is_read_from_its_files():
+    build = torch_build()
+    for name in ("cuda", "hip", "xpu"):
+        assert build[name] == getattr(torch.version, name), name
+    assert build["__version__"] == torch.__version__
+    assert may_find_accelerator(build) or torch.accelerator.current_accelerator(check_available=True) is None
+
+
+@pytest.mark.skipif(platform.system() == "Darwin", reason="macOS is always asked through torch")
+def test_an_accelerator_is_looked_for_where_torch_may_have_one(monkeypatch):
+    none = {"cuda": None, "hip": None, "xpu": None}
+    there = "libc.so.6" if platform.system() == "Linux" else "kernel32.dll"
+    assert not may_find_accelerator(none, there)
+    assert not may_find_accelerator({**none, "cuda": "13.0"}, "no-such-driver.so.1")
+    assert may_find_accelerator({**none, "cuda": "13.0"}, there)
+    assert may_find_accelerator({**none, "hip": "7.0"})
+    assert may_find_accelerator({**none, "xpu": "2026.0"})
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [group])  # as a maker's package has one
+    assert may_find_accelerator(none)
 
 
 def make_group(root, kind, group, files):

@@ -4,15 +4,19 @@ what is in order on it and what is not, each with the line that mends it.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import importlib.util
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib import metadata
@@ -35,6 +39,7 @@ from darkroom.hardware.system import (
 )
 
 GIB = 1024**3
+CUDA_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 _PACKAGES = (
     *(
         "torch",
@@ -124,9 +129,7 @@ class Machine:
 
 
 def machine() -> Machine:
-    """Look at this machine. Takes a second where torch is not imported yet."""
-    import torch
-
+    """Look at this machine. Takes a second where torch has to be imported to ask it for devices."""
     limit = cgroup_memory_limit()
     memory = psutil.virtual_memory()
     total = min(memory.total, limit or memory.total)
@@ -142,8 +145,29 @@ def machine() -> Machine:
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
-        torch=str(torch.__version__),
+        torch=str(torch_build()["__version__"]),
     )
+
+
+def torch_build() -> dict[str, Any]:
+    """What the installed torch was built for, without importing it: `__version__`, and `cuda`, `hip` and
+    `xpu`, each a version or None.
+    """
+    found = importlib.util.find_spec("torch")
+    assert found is not None
+    assert found.origin is not None
+    return runpy.run_path(str(Path(found.origin).with_name("version.py")))
+
+
+def may_find_accelerator(build: Mapping[str, Any], cuda_driver: str = CUDA_DRIVER) -> bool:
+    """Whether such a torch may have an accelerator here. No is sure, and known without importing torch."""
+    if sys.platform == "darwin" or build.get("hip") or build.get("xpu"):
+        return True
+    if build.get("cuda"):
+        with suppress(OSError):
+            ctypes.CDLL(cuda_driver)
+            return True
+    return bool(metadata.entry_points(group="torch.backends"))  # of other makers, as torch loads them
 
 
 def environment() -> dict[str, Any]:
@@ -231,6 +255,8 @@ def _cpu_name() -> str:
 
 
 def _devices() -> tuple[Device, ...]:
+    if "torch" not in sys.modules and not may_find_accelerator(torch_build()):
+        return ()
     import torch
 
     here = accelerator.current()
