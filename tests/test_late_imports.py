@@ -164,7 +164,7 @@ print(zero.__dynamo_disable is not zero)
 
 
 def test_the_compiler_can_be_asked_for_while_it_waits(tmp_path):
-    """By one of its modules, which is there once, or by a name; else the control finds it did wait."""
+    """By one of its modules, which is there once, or by a name; its settings come alone, and stay."""
     code = """
 import sys, torch
 from darkroom.libraries import without_compiler
@@ -175,15 +175,19 @@ with without_compiler():
     own = torch.compiler.disable(lambda x: x)
     print(own(1), own.__wrapped__.__dynamo_disable is own.__wrapped__)
     import torch._dynamo.config as config
+    print(config.cache_size_limit > 0, "torch._dynamo.convert_frame" in sys.modules)
+    import torch._dynamo.utils as utils
     print(own(1), own.__wrapped__.__dynamo_disable is own.__wrapped__, held.is_compiling())
     print("torch._dynamo.convert_frame" in sys.modules)
-    print(config is torch._dynamo.config is sys.modules["torch._dynamo.config"], config.cache_size_limit > 0)
+    print(config is torch._dynamo.config is sys.modules["torch._dynamo.config"], utils is torch._dynamo.utils)
 with without_compiler():
     print(torch._dynamo.is_compiling(), torch._dynamo is sys.modules["torch._dynamo"])
 print(torch._dynamo.__file__ is not None)
 """
     lines = fresh(code, tmp_path).stdout.splitlines()
-    assert lines == ["False", "1 True", "1 False False", "True", "True True", "False True", "True"]
+    assert lines == [
+        "False", "1 True", "True False", "1 False False", "True", "True True", "False True", "True",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -223,3 +227,20 @@ print("LATE", there if not may_find_accelerator(torch_build()) else [])
 """
     said = fresh(code, tmp_path).stdout.splitlines()[-1]
     assert (said == "LATE []") == counted
+
+
+def test_a_call_is_counted_without_the_compiler(tmp_path):
+    """Twice: its settings come with the first; the control asks for the compiler in between."""
+    code = """
+import sys, torch
+from darkroom.counting import count
+net = torch.nn.Linear(2, 2)
+first = count(net, torch.ones(1, 2))
+print(count(net, torch.ones(3, 2)).flops, 3 * first.flops, "torch._dynamo.convert_frame" in sys.modules)
+held = torch._dynamo.config
+compiled = torch.compile(net, backend="eager")
+print(count(net, torch.ones(3, 2)).flops, "torch._dynamo.convert_frame" in sys.modules)
+print(held is torch._dynamo.config is sys.modules["torch._dynamo.config"], compiled(torch.ones(1, 2)).shape)
+"""
+    lines = fresh(code, tmp_path).stdout.splitlines()
+    assert lines == ["24 24 False", "24 True", "True torch.Size([1, 2])"]

@@ -2,7 +2,7 @@
 
 The very code that trains or samples is run, so the count is of that code and not of a formula for it.
 FLOPs are 2 per multiply-add of matrix products, convolutions and attention; element-wise work is left out.
-A matrix operation without a formula is an error, never silence. Imports torch only.
+A matrix operation without a formula is an error, never silence. Imports torch, without its compiler.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
+
+from darkroom.libraries import without_compiler
 
 aten = torch.ops.aten
 ROUND_BYTES = 512  # CUDA's caching allocator hands out multiples of this
@@ -111,11 +113,13 @@ def counting(*holders: Any) -> Iterator[Counter]:
     ...     counted = counter.result()
     """
     modules = [item for item in tree_leaves(holders) if isinstance(item, nn.Module)]
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    weights = (weight for module in modules for weight in (*module.parameters(), *module.buffers()))
-    counter = Counter(fake_mode, next((w.device for w in weights if w.device.type != "meta"), _CPU))
-    with _fake_weights(modules, counter), fake_mode, counter:
-        yield counter
+    with without_compiler():
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        weights = (weight for module in modules for weight in (*module.parameters(), *module.buffers()))
+        device = next((w.device for w in weights if w.device.type != "meta"), _CPU)
+        counter = Counter(fake_mode, device)
+        with _fake_weights(modules, counter), fake_mode, counter:
+            yield counter
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -443,9 +447,9 @@ def _fake_weights(modules: list[nn.Module], counter: Counter) -> Iterator[None]:
 
 
 def _like(tensor: Tensor, counter: Counter) -> Tensor:
-    fake = counter.fake_tensor(tensor.detach())
+    fake = counter.fake_tensor(tensor)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        fake._is_param = True  # all that nn.Parameter does, but for a detach
     return fake
 
 

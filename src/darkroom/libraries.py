@@ -50,6 +50,7 @@ PACKAGES = (
 """Packages whose `__init__` imports or lists every one of their modules."""
 COMPILER = "torch._dynamo"
 """Imported by diffusers to mark functions and classes for torch.compile."""
+SETTINGS = f"{COMPILER}.config"
 _ONE_AT_A_TIME = threading.Lock()  # takes the compiler's stand-in away
 
 
@@ -153,9 +154,9 @@ class _NoCompiler(_LateCompiler):
         """There is no graph."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__path__":  # one of its modules is imported
-            _forget_stand_in()
-            return importlib.import_module(COMPILER).__path__
+        if name == "__path__":  # one of its modules is looked for: `_OnCompiler` finds it
+            spec = importlib.machinery.PathFinder.find_spec(COMPILER, sys.modules["torch"].__path__)
+            return None if spec is None else spec.submodule_search_locations
         return super().__getattr__(name)
 
 
@@ -166,11 +167,20 @@ def _forget_stand_in() -> None:
             _forget(COMPILER)
 
 
+def _with_settings(compiler: ModuleType) -> ModuleType:
+    """The compiler or its stand-in, with its settings where they were imported alone before."""
+    if SETTINGS in sys.modules:
+        vars(compiler)["config"] = sys.modules[SETTINGS]
+    return compiler
+
+
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Within, torch's optimisers step without importing torch's compiler for nothing.
+    """Within, torch's optimisers step, and fake tensors are computed with, without importing torch's compiler
+    for nothing.
 
-    Where it is imported already nothing changes, and whatever else is asked of it within imports it.
+    Where it is imported already nothing changes. Its settings are imported alone, and whatever else is asked
+    of it within imports all of it.
     """
     import torch
 
@@ -179,8 +189,7 @@ def without_compiler() -> Iterator[None]:
         return
     if _ON_COMPILER not in sys.meta_path:
         sys.meta_path.insert(0, _ON_COMPILER)
-    sys.modules[COMPILER] = _NoCompiler(COMPILER)
-    vars(torch)["_dynamo"] = sys.modules[COMPILER]
+    sys.modules[COMPILER] = vars(torch)["_dynamo"] = _with_settings(_NoCompiler(COMPILER))
     try:
         yield
     finally:
@@ -224,10 +233,13 @@ class _OnCompiler(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         """The spec of torch's compiler, with this loader; None for all other modules.
 
-        A module of it that came with it while a stand-in was asked for its path is what it is.
+        Asked for a module of it while a stand-in is there, it imports all of it before; but for its settings.
         """
-        if name.startswith(f"{COMPILER}.") and name in sys.modules:
-            return importlib.machinery.ModuleSpec(name, _There())
+        if name.startswith(f"{COMPILER}."):
+            if isinstance(sys.modules.get(COMPILER), _NoCompiler) and name != SETTINGS:
+                _forget_stand_in()
+                importlib.import_module(COMPILER)
+            return importlib.machinery.ModuleSpec(name, _There()) if name in sys.modules else None
         if name != COMPILER or (spec := importlib.machinery.PathFinder.find_spec(name, path)) is None:
             return None
         self.own, spec.loader = spec.loader, self
@@ -239,6 +251,7 @@ class _OnCompiler(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Import the module, then apply the marks that waited for it."""
         module.__loader__ = self.own
+        _with_settings(module)
         self.own.exec_module(module)
         for mark, what in self.marked:
             getattr(module, mark)(what)

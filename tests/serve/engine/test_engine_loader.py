@@ -73,9 +73,9 @@ def test_sizes_that_are_declared_are_captured_before_the_first_job(monkeypatch) 
 def test_a_row_is_counted_once_for_models_that_are_built_alike(tmp_path, monkeypatch):
     """And anew for a wider one, a longer text or another type; in the control nothing is remembered."""
     counted = []
-    plain = loader._peak_bytes
+    plain = loader._call_bytes
     monkeypatch.setattr(loader, "_ROW_BYTES", {})
-    monkeypatch.setattr(loader, "_peak_bytes", lambda *how: counted.append(how[2]) or plain(*how))
+    monkeypatch.setattr(loader, "_call_bytes", lambda *how: counted.append(how[2]) or plain(*how))
 
     def rows_of(name, dtype=None, **unet):
         model = models.create("tiny", seed=len(counted), overrides={"unet": unet})
@@ -85,10 +85,10 @@ def test_a_row_is_counted_once_for_models_that_are_built_alike(tmp_path, monkeyp
 
     first = rows_of("a")
     assert rows_of("b") == first
-    assert counted == [1, 3]
+    assert counted == [2]
     wider = rows_of("c", block_out_channels=[64, 64])
     assert rows_of("d", dtype=torch.bfloat16) < first < wider
-    assert counted == [1, 3] * 3
+    assert counted == [2] * 3
     loader._ROW_BYTES.clear()
     assert rows_of("e") == first
-    assert counted == [1, 3] * 4
+    assert counted == [2] * 4

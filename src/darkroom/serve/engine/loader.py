@@ -361,14 +361,14 @@ def row_bytes(model: Model, backend: Backend) -> int | None:
     try:
         alike = _build_hash(model, backend)
         if alike not in _ROW_BYTES:
-            one, three = (_peak_bytes(model, backend, rows) for rows in (1, 3))
-            _ROW_BYTES[alike] = max(1, (three - one) // 2)
+            _ROW_BYTES[alike] = max(1, _call_bytes(model, backend, ROWS_COUNTED) // ROWS_COUNTED)
         return _ROW_BYTES[alike]
     except Exception as error:  # a backend that cannot be counted
         LOG.warning("capacity is not counted: %s: %s", type(error).__name__, error)
         return None
 
 
+ROWS_COUNTED = 2  # as a guided picture has; what does not grow with them, some casts, is small
 _ROW_BYTES: dict[str, int] = {}
 
 
@@ -410,7 +410,8 @@ def rows_for_time(backend: Backend, rows: int, two_rows_s: float) -> int:
     return max(2, min(rows, int(2 * STEP_S / max(two_rows_s, 1e-6))))
 
 
-def _peak_bytes(model: Model, backend: Backend, rows: int) -> int:
+def _call_bytes(model: Model, backend: Backend, rows: int) -> int:
+    """What the U-Net's inputs and all that it makes of them take at the most, besides its weights."""
     row = first_job(model, backend).row(0)
     conditions = [row.positive] * rows
     seen = [row.latents_CHW] if row.extra_CHW is None else [row.latents_CHW, row.extra_CHW]
@@ -420,7 +421,8 @@ def _peak_bytes(model: Model, backend: Backend, rows: int) -> int:
     t_B = torch.ones(rows, device=backend.device)
     with torch.no_grad():
         counted = count(model.unet, x_BCHW, t_B, text_BLD, added_cond_kwargs=added or None)  # type: ignore[arg-type]
-    return counted.peak_memory_bytes
+    given = (x_BCHW, t_B, text_BLD, *added.values())
+    return counted.peak_memory_bytes - counted.start_memory_bytes + sum(tensor.nbytes for tensor in given)
 
 
 def used_bytes(device: torch.device) -> int:
