@@ -244,3 +244,26 @@ print(held is torch._dynamo.config is sys.modules["torch._dynamo.config"], compi
 """
     lines = fresh(code, tmp_path).stdout.splitlines()
     assert lines == ["24 24 False", "24 True", "True torch.Size([1, 2])"]
+
+
+def test_a_model_is_saved_without_the_compiler_or_what_cuts_weights(tmp_path):
+    """After that a compiled part is still known as one, and a cut weight as cut."""
+    code = f"""
+import sys, torch
+from darkroom import models
+made = models.create("tiny")
+models.save(made, "a")
+print(sorted({LATE!r} & set(sys.modules)))
+from torch.distributed.tensor import DTensor
+from torch._dynamo.eval_frame import OptimizedModule
+from accelerate.utils.other import is_compiled_module
+print(isinstance(DTensor, type), DTensor.__module__.startswith("torch.distributed.tensor"))
+net = torch.nn.Linear(2, 2)
+compiled = torch.compile(net)
+print(is_compiled_module(compiled), is_compiled_module(net), type(compiled) is OptimizedModule)
+models.save(made, "b")
+"""
+    done = fresh(code, tmp_path)
+    assert done.stdout.splitlines() == ["[]", "True True", "True False True"]
+    weights = [tmp_path / name / "unet" / "diffusion_pytorch_model.safetensors" for name in "ab"]
+    assert weights[0].read_bytes() == weights[1].read_bytes()

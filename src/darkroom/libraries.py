@@ -23,13 +23,14 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any
 
 LIBRARIES = (
     "boto3",
     "peft",
     "scipy",
+    "torch.distributed.tensor",
     "torchao",
     "transformers.distributed.checkpoint",
     "transformers.distributed.expert_parallel",
@@ -39,7 +40,7 @@ LIBRARIES = (
     "transformers.distributed.sharding_utils",
     "transformers.distributed.tensor_parallel",
 )
-"""Imported by diffusers, transformers and accelerate for what few of their users do."""
+"""Imported by diffusers, transformers, accelerate and huggingface_hub for what few of their users do."""
 PACKAGES = (
     "diffusers.hooks",
     "diffusers.models.autoencoders",
@@ -73,10 +74,13 @@ class _LateName(type):
 
     def __instancecheck__(cls, instance: Any) -> bool:
         """Nothing is an instance of a class whose module was never imported."""
-        return cls._module in sys.modules and isinstance(instance, cls._real())
+        return cls._is_there() and isinstance(instance, cls._real())
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return cls._module in sys.modules and issubclass(subclass, cls._real())
+        return cls._is_there() and issubclass(subclass, cls._real())
+
+    def _is_there(cls) -> bool:
+        return not isinstance(sys.modules.get(cls._module), (_LateModule, NoneType))
 
 
 class _LateModule(ModuleType):
@@ -152,6 +156,11 @@ class _NoCompiler(_LateCompiler):
 
     def graph_break(self) -> None:
         """There is no graph."""
+
+    @property
+    def eval_frame(self) -> ModuleType:
+        """Of what it has compiled, which is nothing yet: accelerate looks for it before it saves."""
+        return _LateModule(f"{COMPILER}.eval_frame")
 
     def __getattr__(self, name: str) -> Any:
         if name == "__path__":  # one of its modules is looked for: `_OnCompiler` finds it

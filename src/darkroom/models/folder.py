@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from darkroom.errors import InputError, ModelError, is_system_failure
 from darkroom.hardware.system import atomic_replace, remove_tree, write_atomically
-from darkroom.libraries import quiet
+from darkroom.libraries import quiet, waiting, without_compiler
 from darkroom.models.card import CARD
 from darkroom.models.checked import (
     FLOATS,
@@ -421,7 +421,7 @@ def save(model: Model, path: str | Path) -> None:
     Weights go to safetensors in the type they have. An existing folder at `path` is replaced whole.
     """
     with replaced_folder(Path(path)) as temporary:
-        with quiet():
+        with quiet(), waiting(), without_compiler():
             for name, module in model.modules.items():
                 with _contiguous(module):
                     _saver(module)(str(temporary / (model.denoiser if name == "unet" else name)))
