@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -40,10 +40,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Block:
-    """Parsed rows, and the bytes that they hold in memory."""
+    """Parsed rows, the bytes that they hold in memory, and the order's index of a block's first row."""
 
     values: dict[str, Values]
     memory_bytes: int
+    first: int = 0
 
 
 # ---- parsing
@@ -59,14 +60,14 @@ def _bytes_of(column: pa.Array, missing: str) -> tuple[Array, Array]:
     return np.frombuffer(data, dtype=np.uint8) if data else np.empty(0, np.uint8), bounds
 
 
-def _float16_rows(column: pa.Array, shapes: Sequence[tuple[int, ...]], missing: str) -> Values:
-    """Rows of float16 [N, *shape], or a list of arrays where the shapes differ."""
+def _float16_rows(column: pa.Array, shapes: Array, missing: str) -> Values:
+    """Rows of float16 [N, *shape], or a list of arrays where the shapes (int [N, sides]) differ."""
     data, bounds = _bytes_of(column, missing)
-    if len(set(shapes)) == 1:
+    if len(shapes) and (shapes == shapes[0]).all():
         whole = data[bounds[0] : bounds[-1]].view(np.float16)
-        return whole.reshape(len(shapes), *shapes[0])
+        return whole.reshape(len(shapes), *shapes[0].tolist())
     views = (data[a:b].view(np.float16) for a, b in pairwise(bounds.tolist()))
-    return [view.reshape(shape) for view, shape in zip(views, shapes, strict=True)]
+    return [view.reshape(shape) for view, shape in zip(views, shapes.tolist(), strict=True)]
 
 
 def _whole(column: pa.Array, name: str, verb: str) -> None:
@@ -84,22 +85,20 @@ def parse_latents(column: pa.Array, name: str) -> dict[str, Values]:
     heights, widths = (column.field(side).to_numpy(zero_copy_only=False) for side in ("height", "width"))
     _, bounds = _bytes_of(moments, f"are null in {name}")
     per_pixel = np.diff(bounds) // (2 * heights.astype(np.int64) * widths)  # bytes: 2 a float16, C of 2
-    sides = zip(per_pixel.tolist(), heights.tolist(), widths.tolist(), strict=True)
-    shapes = [(2, c // 2, h, w) for c, h, w in sides]
+    shapes = np.stack([np.full_like(per_pixel, 2), per_pixel // 2, heights, widths], axis=1)
     return {"moments": _float16_rows(moments, shapes, f"are null in {name}")}
 
 
 def parse_text(column: pa.Array, name: str) -> dict[str, Values]:
     """`text` float16 [N, L, D], and for SDXL `pooled` [N, P], of a prepared text column."""
     _whole(column, name, "--text ")
-    lengths, widths = (column.field(side).to_pylist() for side in ("length", "width"))
-    shapes = list(zip(lengths, widths, strict=True))
+    shapes = np.stack([column.field(side).to_numpy(zero_copy_only=False) for side in ("length", "width")], 1)
     values: dict[str, Values] = {"text": _float16_rows(column.field("states"), shapes, f"are null in {name}")}
     pooled = column.field("pooled")
     if pooled.null_count < len(pooled):
         _, bounds = _bytes_of(pooled, f"lack the pooled state in {name}")
-        sizes = [(int(size) // 2,) for size in np.diff(bounds)]
-        values["pooled"] = _float16_rows(pooled, sizes, f"lack the pooled state in {name}")
+        sizes = np.diff(bounds) // 2
+        values["pooled"] = _float16_rows(pooled, sizes[:, None], f"lack the pooled state in {name}")
     return values
 
 
@@ -140,16 +139,16 @@ def pixels_of(
 
 def gather(blocks: Sequence[Values], picks: Sequence[Ints], out: Array) -> None:
     """Copy picked rows of blocks, one after the other, into `out` [B, ...]."""
-    start = 0
+    start, shape = 0, out.shape[1:]
     for values, pick in zip(blocks, picks, strict=True):
         end = start + len(pick)
-        if isinstance(values, np.ndarray) and values.shape[1:] == out.shape[1:]:
+        if isinstance(values, np.ndarray) and values.shape[1:] == shape:
             values.take(pick, axis=0, out=out[start:end], mode="clip")
         else:
             for place, row in enumerate(pick.tolist(), start):
-                if values[row].shape != out.shape[1:]:
+                if values[row].shape != shape:
                     raise InputError(
-                        f"rows of {values[row].shape} and {out.shape[1:]} in one batch",
+                        f"rows of {values[row].shape} and {shape} in one batch",
                         mend="set data.buckets=true, so that a batch holds one size",
                     )
                 out[place] = values[row]
@@ -206,7 +205,7 @@ class Reader:
     def block(self, number: int) -> Block:
         """A whole block of the order."""
         first, count = self._order.block(number)
-        return self.rows(np.arange(first, first + count))
+        return replace(self.rows(np.arange(first, first + count)), first=first)
 
     def rows(self, indices: Ints) -> Block:
         """Rows by the order's ascending indices; repeats are allowed."""
@@ -214,11 +213,9 @@ class Reader:
             return Block({}, 0)
         positions = self._order.positions(indices)
         fragments = np.searchsorted(self._starts, positions, side="right") - 1
-        cuts = np.flatnonzero(np.diff(fragments)) + 1
-        tables = [
-            self._fragments[which].take((part - self._starts[which]).tolist())
-            for which, part in zip(fragments[np.r_[0, cuts]], np.split(positions, cuts), strict=True)
-        ]
+        cuts = [0, *(np.flatnonzero(np.diff(fragments)) + 1).tolist(), len(positions)]
+        inside = positions - self._starts[fragments]
+        tables = [self._fragments[fragments[a]].take(inside[a:b].tolist()) for a, b in pairwise(cuts)]
         table = (pa.concat_tables(tables) if len(tables) > 1 else tables[0]).combine_chunks()
         values: dict[str, Values] = {}
         memory_bytes = 0
@@ -236,21 +233,28 @@ class BlockCache:
 
     def __init__(self, read: Callable[[int], Block], capacity_bytes: int) -> None:
         self._read, self._capacity_bytes = read, capacity_bytes
-        self._blocks: OrderedDict[int, Future[Block]] = OrderedDict()
+        self._blocks: OrderedDict[int, Block | Future[Block]] = OrderedDict()
         self._lock = threading.Lock()
         self.memory_bytes = 0
 
-    def get(self, number: int) -> Block:
-        """The block, read now unless it is there or another thread is reading it."""
+    def get(self, numbers: Sequence[int]) -> list[Block]:
+        """Blocks, each read now unless it is there or another thread is reading it."""
         with self._lock:
-            future = self._blocks.get(number)
-            mine = future is None
-            if future is None:
-                future = self._blocks[number] = Future()
-            self._blocks.move_to_end(number)
-        if mine:
+            found = [self._blocks.get(number) for number in numbers]
+            for number, block in zip(numbers, found, strict=True):
+                if block is not None:
+                    self._blocks.move_to_end(number)
+        return [
+            block if isinstance(block, Block) else self._awaited(number)
+            for number, block in zip(numbers, found, strict=True)
+        ]
+
+    def _awaited(self, number: int) -> Block:
+        with self._lock:
+            known = self._blocks.setdefault(number, future := Future[Block]())
+        if known is future:
             self._fill(number, future)
-        return future.result()
+        return known if isinstance(known, Block) else known.result()
 
     def has(self, number: int) -> bool:
         """Whether the block is there or on its way."""
@@ -271,18 +275,18 @@ class BlockCache:
                 self._blocks.pop(number, None)
             future.set_exception(error)
             return
-        future.set_result(block)
         with self._lock:
-            if self._blocks.get(number) is not future:  # released while it was read
-                return
-            self.memory_bytes += block.memory_bytes
-            while self.memory_bytes > self._capacity_bytes and self._let_one_go(number):
-                pass
+            if self._blocks.get(number) is future:  # else it was released while it was read
+                self._blocks[number] = block
+                self.memory_bytes += block.memory_bytes
+                while self.memory_bytes > self._capacity_bytes and self._let_one_go(number):
+                    pass
+        future.set_result(block)
 
     def _let_one_go(self, newest: int) -> bool:
-        for number, future in self._blocks.items():
-            if number != newest and future.done():
-                self.memory_bytes -= future.result().memory_bytes
+        for number, block in self._blocks.items():
+            if number != newest and isinstance(block, Block):
+                self.memory_bytes -= block.memory_bytes
                 del self._blocks[number]
                 return True
         return False

@@ -256,7 +256,7 @@ class Loader:
             if self._pool.closed:
                 return
             if not self._cache.has(number):
-                self._cache.get(number)
+                self._cache.get([number])
 
     def _build(self, k: int) -> Batch:
         return self._assembler.build(self._rows(k))
@@ -267,13 +267,10 @@ class Loader:
             distinct, inverse = np.unique(indices, return_inverse=True)
             return [self._reader.rows(distinct)], [inverse]
         numbers = self._order.block_of(indices)
-        cuts = np.flatnonzero(np.diff(numbers)) + 1
-        bounds = [0, *cuts.tolist(), len(indices)]
-        spans = itertools.pairwise(bounds)
-        firsts = numbers[bounds[:-1]].tolist()
-        blocks = [self._cache.get(number) for number in firsts]
-        starts = [self._order.block(number)[0] for number in firsts]
-        return blocks, [indices[a:b] - start for (a, b), start in zip(spans, starts, strict=True)]
+        bounds = np.r_[0, np.flatnonzero(np.diff(numbers)) + 1, len(indices)]
+        blocks = self._cache.get(numbers[bounds[:-1]].tolist())
+        inside = indices - np.repeat([block.first for block in blocks], np.diff(bounds))
+        return blocks, [inside[a:b] for a, b in itertools.pairwise(bounds.tolist())]
 
 
 @contextmanager
