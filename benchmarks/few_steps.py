@@ -123,7 +123,7 @@ def distilled(args: argparse.Namespace, subject: Subject, method: str) -> Path:
             "optim": {
                 "lr": args.lr if lcm else args.dmd2_lr,
                 "warmup_steps": min(50, steps),
-                "lr_schedule": args.lr_schedule if lcm else "constant",
+                "lr_schedule": args.lr_schedule if lcm else args.dmd2_lr_schedule,
                 "beta2": 0.99,
                 "weight_decay": 0.0,
             },
@@ -221,7 +221,8 @@ def settings_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
     if name != "dmd2":
         return {}
     names = ("fake_lr", "fake_updates")
-    return {"train_steps": args.dmd2_steps, "lr": args.dmd2_lr} | {key: getattr(args, key) for key in names}
+    told = {"train_steps": args.dmd2_steps, "lr": args.dmd2_lr, "lr_schedule": args.dmd2_lr_schedule}
+    return told | {key: getattr(args, key) for key in names}
 
 
 def read_arguments() -> argparse.Namespace:
@@ -246,6 +247,7 @@ def read_arguments() -> argparse.Namespace:
         "--ddim-steps", type=int, default=10, help="of LCM's teacher: errors pass on from each"
     )
     parser.add_argument("--dmd2-lr", type=float, default=1e-4, help="of DMD2")
+    parser.add_argument("--dmd2-lr-schedule", default="cosine", help="of DMD2, both networks")
     parser.add_argument("--fake-lr", type=float, help="of DMD2's second score; as the student's")
     parser.add_argument("--fake-updates", type=int, default=5, help="of DMD2: steps for each of the student")
     parser.add_argument("--toy", action="store_true")

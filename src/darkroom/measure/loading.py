@@ -84,7 +84,7 @@ def bench_loader(
                 WINDOWS: from_the_store,
                 RESIDENT: lambda: sum(len(one) for one in islice(kept, batches)),
             }
-            cpu = {name: _CpuTime(call) for name, call in cases.items()}
+            cpu = {name: CpuTime(call) for name, call in cases.items()}
             timings = interleave(cpu, repeats=repeats)
     note = "file cache warm; the scan makes no tensors"
     return [
@@ -100,7 +100,7 @@ def bench_loader(
     ]
 
 
-class _CpuTime:
+class CpuTime:
     """A call that counts samples, and the CPU seconds that all threads of the process spend on each."""
 
     def __init__(self, call: Callable[[], int]) -> None:
@@ -193,9 +193,9 @@ def bench_import(
             "read and decode only": lambda: runs.decoded(source),
             "import": lambda: runs.imported(source),
         }
-        cpu = {name: _CpuTime(call) for name, call in cases.items()}
+        cpu = {name: CpuTime(call) for name, call in cases.items()}
         timings = interleave(cpu, repeats=repeats)
-        cpu["import, 4 times as many"] = _CpuTime(lambda: runs.imported(larger))
+        cpu["import, 4 times as many"] = CpuTime(lambda: runs.imported(larger))
         more = {"import, 4 times as many": cpu["import, 4 times as many"]}
         timings |= interleave(more, repeats=1, warmup=0)
     rows = []
