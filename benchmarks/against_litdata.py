@@ -4,8 +4,8 @@
     python benchmarks/against_litdata.py --out FILE.csv [--rows 20000] [--batch 256] [--repeats 7]
 
 The rows are those of `darkroom bench loader`: float16 moments of 32 KB with a caption. litdata keeps them in
-chunks of 64 MB and hands out shuffled batches in this process (`num_workers=0`, which costs it least: its
-worker processes copy each batch once more), darkroom on its two threads; each is opened anew for every epoch,
+chunks of 64 MB and hands out shuffled batches in this process (`num_workers=0`: no
+batch is copied between processes), darkroom on its two threads; each is opened anew for every epoch,
 and the file cache is warm. In turns; the note has what each samples in a second of all its processor time,
 and a baseline is litdata's seconds.
 """
