@@ -54,11 +54,12 @@ def counted(chosen: list[list[str]]) -> dict[str, dict[str, Any]]:
     """The counts of some plans by `shipped_digest`, made anew."""
     from typer.testing import CliRunner
 
+    from darkroom import count_cache
     from darkroom.cli import app
     from darkroom.plan import counts
 
-    shipped, own, before = counts.SHIPPED, counts._digest, os.environ.get("DARKROOM_CACHE")
-    counts.SHIPPED, counts._digest = Path("none"), counts.shipped_digest
+    shipped, own, before = counts.SHIPPED, count_cache._digest, os.environ.get("DARKROOM_CACHE")
+    counts.SHIPPED, count_cache._digest = Path("none"), count_cache.shipped_digest
     try:
         with tempfile.TemporaryDirectory(prefix="darkroom-counts-") as folder:
             os.environ["DARKROOM_CACHE"] = folder
@@ -75,7 +76,7 @@ def counted(chosen: list[list[str]]) -> dict[str, dict[str, Any]]:
             files = sorted(Path(folder, "plans").glob("*.json"))
             kept = {one.stem: json.loads(one.read_text(encoding="utf-8")) for one in files}
     finally:
-        counts.SHIPPED, counts._digest = shipped, own
+        counts.SHIPPED, count_cache._digest = shipped, own
         os.environ.pop("DARKROOM_CACHE")
         if before is not None:
             os.environ["DARKROOM_CACHE"] = before

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from darkroom import count_cache
 from darkroom.hardware.cards import find_card
 from darkroom.plan import counts, targets
 from darkroom.plan.counts import KINDS, Kernels, Line, Moment, Profile, highest
@@ -153,24 +154,27 @@ def test_counts_that_come_with_darkroom_are_taken_of_the_same_question_and_libra
         return {"flops": len(made)}
 
     file = tmp_path / "common.json.gz"
-    file.write_bytes(gzip.compress(json.dumps({counts.shipped_digest(key): {"flops": 7}}).encode()))
+    file.write_bytes(gzip.compress(json.dumps({count_cache.shipped_digest(key): {"flops": 7}}).encode()))
     monkeypatch.setattr(counts, "SHIPPED", file)
     monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path / "cache"))
     assert (counts.cached(key, count), made) == ({"flops": 7}, [])
-    real = counts._version
-    monkeypatch.setattr(counts, "_version", lambda name: f"{real(name)}.post1+cu130")  # the same release
+    real = count_cache._version
+    monkeypatch.setattr(count_cache, "_version", lambda name: f"{real(name)}.post1+cu130")  # the same release
     assert (counts.cached(key, count), made) == ({"flops": 7}, [])
     assert (counts.cached({"job": "other"}, count), made) == ({"flops": 1}, [1])
-    monkeypatch.setattr(counts, "_version", lambda name: f"9.{real(name)}")
+    monkeypatch.setattr(count_cache, "_version", lambda name: f"9.{real(name)}")
     assert (counts.cached(key, count), made) == ({"flops": 2}, [1, 1])
     assert (counts.cached(key, count), made) == ({"flops": 2}, [1, 1])  # kept here from then on
-    monkeypatch.setattr(counts, "_version", real)
+    monkeypatch.setattr(count_cache, "_version", real)
     assert (counts.cached(key, count), made) == ({"flops": 7}, [1, 1])
-    monkeypatch.setattr(counts, "_code", lambda: "changed")  # a stale file costs a count, never its figure
+    monkeypatch.setattr(
+        count_cache, "_code", lambda: "changed"
+    )  # a stale file costs a count, never its figure
     assert (counts.cached(key, count), made) == ({"flops": 3}, [1, 1, 1])
 
 
 RUN_BESIDES = {
+    "count_cache.py",  # knows a count by its code
     "errors.py",
     "libraries.py",  # which library is imported when
     "hardware/system.py",  # reads files
@@ -212,7 +216,9 @@ def test_counts_are_known_by_all_the_code_that_makes_them(tmp_path, monkeypatch)
     targets.picture_profile("tiny", 64, 64, True, "float32", "fused")
     targets.preparing_profile("tiny", 64, True, "float32")
     own = {Path(name).relative_to(root).as_posix() for name in ran if Path(name).is_relative_to(root)}
-    covered = {name for name in own if any(name == one or name.startswith(f"{one}/") for one in counts.CODE)}
+    covered = {
+        name for name in own if any(name == one or name.startswith(f"{one}/") for one in count_cache.CODE)
+    }
     assert "sample/denoise.py" in covered
     assert own - covered <= RUN_BESIDES
 

@@ -8,22 +8,18 @@ moments that can be the peak, each with its bytes by kind. Both come from one ru
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-import darkroom
-from darkroom.hardware.system import write_atomically
+from darkroom import count_cache
 
 Floats = NDArray[np.float64]
 KINDS = ("weights", "gradients", "optimiser", "ema", "activations", "temporary")
@@ -262,25 +258,18 @@ def envelope(stages: Sequence[str], fixed: Floats, row: Floats, max_rows: int = 
     return kept
 
 
-CODE = (
-    *("train", "sample", "models", "prepare", "recipe", "counting.py", "proof/tables.py"),
-    *(f"plan/{name}.py" for name in ("counts", "targets", "tracing", "training")),
-    "hardware/accelerator.py",
-)
-"""What a count depends on: these folders and files of darkroom. A test holds them to what a count runs."""
-PACKAGES = ("torch", "diffusers", "transformers", "peft")
 SHIPPED = Path(__file__).with_name("common_counts.json.gz")
 """Counts of the families' common shapes, made by benchmarks/plan/common_counts.py."""
 
 
 MOST_OPENED = 256
-_OPENED: dict[tuple[Path, str], Profile] = {}
+_OPENED: dict[Path, Profile] = {}
 """What this process has read: a plan of many cards asks for the same count hundreds of times."""
 
 
 def cached_profile(key: dict[str, Any], make: Callable[[], Profile]) -> Profile:
     """The profile that `make` counts, or the one it counted before."""
-    place = cache_folder(), _digest(key)
+    place = count_cache.place(key)
     if (profile := _OPENED.get(place)) is None:
         profile = Profile.from_dict(cached(key, lambda: make().to_dict()))
         if len(_OPENED) >= MOST_OPENED:
@@ -291,16 +280,12 @@ def cached_profile(key: dict[str, Any], make: Callable[[], Profile]) -> Profile:
 
 def cached(key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `make` gives, or what it gave before by this very code: here, or where darkroom was packed."""
-    digest = _digest(key)
-    file = cache_folder() / "plans" / f"{digest}.json"
-    with suppress(OSError, ValueError):
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return content
-    if (shipped := _shipped(SHIPPED).get(shipped_digest(key))) is not None:
+    if (before := count_cache.kept(key)) is not None:
+        return before
+    if (shipped := _shipped(SHIPPED).get(count_cache.shipped_digest(key))) is not None:
         return shipped
     made = make()
-    with suppress(OSError):  # a home that cannot be written to only costs the next call its time
-        write_atomically(file, json.dumps(made))
+    count_cache.keep(key, made)
     return made
 
 
@@ -311,47 +296,3 @@ def _shipped(file: Path) -> dict[str, dict[str, Any]]:
         content: dict[str, dict[str, Any]] = json.loads(gzip.decompress(file.read_bytes()))
         return content
     return {}
-
-
-def cache_folder() -> Path:
-    """Where darkroom keeps what can be made again: $DARKROOM_CACHE, or `darkroom` in the user's cache."""
-    if asked := os.environ.get("DARKROOM_CACHE"):
-        return Path(asked)
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "darkroom"
-
-
-def _digest(key: dict[str, Any]) -> str:
-    return _hashed(key, [(name, _version(name)) for name in PACKAGES])
-
-
-def shipped_digest(key: dict[str, Any]) -> str:
-    """What a shipped count is known by: as one that is kept here, but of libraries the release alone, since
-    every patch and build (+cpu, +cu130) counts alike. After a change of the code all are counted anew.
-    """
-    return _hashed(key, [(name, ".".join(_version(name).split(".")[:2])) for name in PACKAGES])
-
-
-def _hashed(key: dict[str, Any], libraries: list[tuple[str, str]]) -> str:
-    text = json.dumps([key, _code(), libraries], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-@cache
-def _code() -> str:
-    """The source that counting runs through."""
-    root = Path(darkroom.__file__).parent
-    digest = hashlib.sha256()
-    for package in CODE:
-        place = root / package
-        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-@cache
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""

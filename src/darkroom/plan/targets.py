@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from darkroom.count_cache import cache_folder
 from darkroom.errors import InputError, RecipeError
 from darkroom.hardware.cards import NVIDIA, Card, cards, find_card
 from darkroom.hardware.prices import Price
 from darkroom.models.reference import check_reference
-from darkroom.plan.counts import Profile, cache_folder, cached_profile
+from darkroom.plan.counts import Profile, cached_profile
 from darkroom.plan.jobs import Plan, Where
 from darkroom.plan.roofline import ClusterSpec, Software, default_cluster, efficiency
 from darkroom.recipe.recipe import Recipe

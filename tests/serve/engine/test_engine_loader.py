@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from cpu_graphs import Captured
-from darkroom import models, sample
+from darkroom import count_cache, models, sample
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import torch_backend
 from darkroom.sample.optimisations.applied import Applied
@@ -71,10 +72,10 @@ def test_sizes_that_are_declared_are_captured_before_the_first_job(monkeypatch) 
 
 
 def test_a_row_is_counted_once_for_models_that_are_built_alike(tmp_path, monkeypatch):
-    """And anew for a wider one, a longer text or another type; in the control nothing is remembered."""
+    """Also by later processes. And anew for a wider one, another type, other code or an empty cache."""
     counted = []
     plain = loader._call_bytes
-    monkeypatch.setattr(loader, "_ROW_BYTES", {})
+    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(loader, "_call_bytes", lambda *how: counted.append(how[2]) or plain(*how))
 
     def rows_of(name, dtype=None, **unet):
@@ -89,6 +90,14 @@ def test_a_row_is_counted_once_for_models_that_are_built_alike(tmp_path, monkeyp
     wider = rows_of("c", block_out_channels=[64, 64])
     assert rows_of("d", dtype=torch.bfloat16) < first < wider
     assert counted == [2] * 3
-    loader._ROW_BYTES.clear()
+    monkeypatch.setattr(count_cache, "_code", lambda: "changed")
     assert rows_of("e") == first
     assert counted == [2] * 4
+    for file in (tmp_path / "cache" / "plans").iterdir():  # as a full disk may leave them
+        file.write_text("{")
+    assert rows_of("f") == first
+    assert counted == [2] * 5
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("no folder can be made here")
+    assert rows_of("g") == first
+    assert counted == [2] * 6

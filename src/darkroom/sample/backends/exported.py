@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from darkroom import count_cache
 from darkroom.errors import DarkroomError, InputError, MissingExtra, is_disk_full
 from darkroom.hardware.meters import PeakMemory
 from darkroom.hardware.system import atomic_replace, lock_file, remove_tree
@@ -78,9 +79,8 @@ class CacheKey:
 
 
 def cache_folder() -> Path:
-    """Where exports are kept: `backends` in $DARKROOM_CACHE or in ~/.cache/darkroom."""
-    base = os.environ.get("DARKROOM_CACHE")
-    return (Path(base) if base else Path.home() / ".cache" / "darkroom") / "backends"
+    """Where exports are kept: `backends` in the folder of all that can be made again."""
+    return count_cache.cache_folder() / "backends"
 
 
 def exported(key: CacheKey, make: Callable[[Path], None]) -> Path:

@@ -10,14 +10,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from PIL import Image
 
-from darkroom import models, options, sample
-from darkroom.counting import count
+from darkroom import count_cache, models, options, sample
 from darkroom.errors import InputError
 from darkroom.hardware import accelerator
 from darkroom.hardware.machine import usable_cores
@@ -355,21 +356,28 @@ def _warm_sizes(settings: ServeSettings, model: Model, backend: Backend, engine:
 
 
 def row_bytes(model: Model, backend: Backend) -> int | None:
-    """What one more U-Net evaluation takes at the model's own size, counted on fake tensors; once in this
-    process for models that are built alike.
+    """What one more U-Net evaluation takes at the model's own size, counted on fake tensors; once for models
+    that are built alike, and kept for later starts.
     """
     try:
-        alike = _build_hash(model, backend)
-        if alike not in _ROW_BYTES:
-            _ROW_BYTES[alike] = max(1, _call_bytes(model, backend, ROWS_COUNTED) // ROWS_COUNTED)
-        return _ROW_BYTES[alike]
+        key = {"job": "row", "code": _own_code(), "build": _build_hash(model, backend)}
+        before = count_cache.kept(key) or {}
+        if "row_bytes" not in before:
+            before = {"row_bytes": max(1, _call_bytes(model, backend, ROWS_COUNTED) // ROWS_COUNTED)}
+            count_cache.keep(key, before)
+        return int(before["row_bytes"])
     except Exception as error:  # a backend that cannot be counted
         LOG.warning("capacity is not counted: %s: %s", type(error).__name__, error)
         return None
 
 
 ROWS_COUNTED = 2  # as a guided picture has; what does not grow with them, some casts, is small
-_ROW_BYTES: dict[str, int] = {}
+
+
+@cache
+def _own_code() -> str:
+    """This file counts too, and is not among those that all counts are known by."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def _build_hash(model: Model, backend: Backend) -> str:
@@ -381,6 +389,7 @@ def _build_hash(model: Model, backend: Backend) -> str:
         [(type(module).__qualname__, module.training) for module in unet.modules()],
         [(tuple(weight.shape), str(weight.dtype)) for weight in unet.parameters()],
         *(str(value) for value in (backend.name, backend.optimised, backend.device.type, backend.dtype)),
+        accelerator.name_of(backend.device) if backend.device.type != "cpu" else "",  # chooses its kernels
         *(str(value) for value in (model.sample_size, model.is_sdxl, repaints(model))),
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
@@ -412,6 +421,8 @@ def rows_for_time(backend: Backend, rows: int, two_rows_s: float) -> int:
 
 def _call_bytes(model: Model, backend: Backend, rows: int) -> int:
     """What the U-Net's inputs and all that it makes of them take at the most, besides its weights."""
+    from darkroom.counting import count
+
     row = first_job(model, backend).row(0)
     conditions = [row.positive] * rows
     seen = [row.latents_CHW] if row.extra_CHW is None else [row.latents_CHW, row.extra_CHW]
