@@ -52,6 +52,7 @@ TYPES_ELSEWHERE = tuple(
     for name in ("linux", "darwin", "win32")
     if name != sys.platform
 )
+CPUINFO = Path("/proc/cpuinfo")
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 # Three on two cores, for now one and now another waits for a server, a kill or a cluster.
 # A worker that dies names its test and ends the run: with one in its place the run was seen to wait for ever.
@@ -531,6 +532,9 @@ def tests(machine: Machine, command: str, more: tuple[str, ...]) -> None:
     machine.keep_bytecode()
     try:
         for words, add in PYTEST[command]:
+            if add == AVX2 and not has_more_than_avx2():
+                say("this processor has AVX2 alone: what make test runs is not run once more")
+                continue
             try:
                 machine.run(str(PYTHON), "-m", "pytest", *words, *more, add=add)
             except Failed as error:
@@ -539,6 +543,15 @@ def tests(machine: Machine, command: str, more: tuple[str, ...]) -> None:
         say(f"{command}: {(time.monotonic() - start) / 60:.1f} minutes")
     if failed is not None:
         raise failed
+
+
+def has_more_than_avx2() -> bool:
+    """Whether `AVX2` takes instructions away; also where the system does not tell."""
+    try:
+        flags = CPUINFO.read_text(encoding="utf-8").split()
+    except OSError:
+        return True
+    return not {"avx512f", "avx_vnni"}.isdisjoint(flags)
 
 
 def check(machine: Machine) -> None:

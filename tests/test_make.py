@@ -384,6 +384,7 @@ def uv(tmp_path_factory) -> list[str]:
 def test_the_second_part_of_nightly_is_run_where_the_first_fails(monkeypatch, capsys):
     """An hour's run tells all that is wrong, and its exit code is that of what failed first."""
     ran = []
+    monkeypatch.setattr(make, "has_more_than_avx2", lambda: True)
 
     class Ran(make.Machine):
         def run(self, *command, add=None):
@@ -402,6 +403,23 @@ def test_the_second_part_of_nightly_is_run_where_the_first_fails(monkeypatch, ca
             make.tests(Ran(False), "nightly", ())
         assert ran == make.PYTEST["nightly"]
         assert "nightly: 0.0 minutes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [("flags : fma avx2", 1), ("flags : avx2 avx512f", 2), ("flags : avx2 avx_vnni", 2), (None, 2)],
+)
+def test_nothing_is_run_once_more_with_what_the_processor_has_anyhow(
+    monkeypatch, capsys, tmp_path, flags, parts
+):
+    ran, file = [], tmp_path / "cpuinfo"
+    if flags is not None:
+        file.write_text(f"processor : 0\n{flags}\nbugs : none\n")
+    monkeypatch.setattr(make, "CPUINFO", file)
+    monkeypatch.setattr(make.Machine, "run", lambda self, *command, add=None: ran.append(add))
+    make.tests(make.Machine(False), "nightly", ())
+    assert ran == [add for _, add in make.PYTEST["nightly"]][:parts]
+    assert ("has AVX2 alone" in capsys.readouterr().out) is (parts == 1)
 
 
 def test_types_for_all_systems_are_checked_at_once_and_told_in_order(monkeypatch, tmp_path, capfd):
