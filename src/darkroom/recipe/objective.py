@@ -276,17 +276,11 @@ class DistillSettings(BaseModel):
         le=10,
         description="of dmd2: peak rate of the network that learns what the student draws; null: optim.lr",
     )
-    subintervals: bool = Field(
-        default=False,
-        description="of dmd2: both scores look at a step's pictures under noise between its timestep and the "
-        "next step's (trajectory distribution matching, Luo et al. 2025), in place of all noise: better in "
-        "exactly `steps` steps, worse in fewer",
-    )
 
     @model_validator(mode="after")
     def _possible(self) -> DistillSettings:
         if self.method == "lcm":
-            others = {"steps": 4, "fake_updates": 5, "fake_lr": None, "subintervals": False}
+            others = {"steps": 4, "fake_updates": 5, "fake_lr": None}
             if given := next((name for name, usual in others.items() if getattr(self, name) != usual), None):
                 raise ValueError(f"{given} with method lcm, which has none; use method dmd2")
         elif self.target is not None or self.distance != "picture":

@@ -21,7 +21,6 @@ from train.conftest import MakeRecipe
 from train.subjects import check_resumes_exactly
 
 DMD2 = ("objective.distill.method=dmd2", "objective.distill.steps=3", "data.resolution=32")
-MANY = ("train.global_batch=64", "train.micro_batch=64")
 GUIDED = ("objective.distill.guidance_min=3", "objective.distill.guidance_max=9")
 
 
@@ -144,51 +143,6 @@ def test_the_second_score_learns_by_denoising_at_every_step(recipe_of: MakeRecip
         fake.zero_grad()
 
 
-@pytest.mark.parametrize("kind", ["epsilon", "flow"])
-def test_within_subintervals_both_scores_look_under_a_steps_own_noise(
-    recipe_of: MakeRecipe, base: Path, tmp_path: Path, kind: str
-) -> None:
-    """From the next step's timestep, at the last from 2 % of all, to its own; the control looks at all."""
-    steps, path = [999, 679, 339], base
-    if kind == "flow":
-        steps, path = [1000, 2000 * (2 / 3) / (1 + 2 / 3), 2000 * (1 / 3) / (1 + 1 / 3)], tmp_path / "flow"
-        model = models.create("tiny", seed=3)
-        shifted = {
-            "_class_name": "FlowMatchEulerDiscreteScheduler",
-            "num_train_timesteps": 1000,
-            "shift": 2.0,
-        }
-        model.scheduler = shifted
-        models.save(model, path)
-    for subintervals in (True, False):
-        job = job_of(recipe_of, path, f"objective.distill.subintervals={subintervals}", *MANY)
-        inputs = first_inputs(job)
-        highs, lows = torch.tensor(steps)[inputs["index"]], torch.tensor([*steps[1:], 20])[inputs["index"]]
-        drawn = torch.stack([inputs["t_matched"], inputs["t_learned"]])
-        inside = (drawn >= lows.floor()) & (drawn <= highs)
-        assert inside.all(dim=1).tolist() == [subintervals] * 2
-        if subintervals:  # evenly, and the two apart from each other
-            shares = ((drawn - lows) / (highs.clamp(max=980) - lows)).double()
-            assert (shares.mean(dim=1) - 0.5).abs().max() < 0.15
-            assert shares.std(dim=1).min() > 0.2
-            assert torch.corrcoef(shares)[0, 1].abs() < 0.4
-
-
-@pytest.mark.parametrize("ddim_steps", [64, 1000])
-def test_of_many_steps_every_subinterval_has_a_timestep(
-    recipe_of: MakeRecipe, base: Path, ddim_steps: int
-) -> None:
-    """The first are above, the last below those at which scores look otherwise."""
-    more = ("objective.distill.steps=64", f"objective.distill.ddim_steps={ddim_steps}")
-    job = job_of(recipe_of, base, "objective.distill.subintervals=true", *more)
-    ends = torch.tensor(job.task._matched_at)
-    assert len(ends) == 64
-    assert (ends[:, 0] >= 0).all()
-    assert (ends[:, 0] < ends[:, 1]).all()
-    assert (ends[:-1, 0] >= ends[1:, 0]).all()
-    job.task.losses(first_inputs(job))["loss"].sum().backward()
-
-
 def test_a_step_moves_the_student_at_its_turn_alone(recipe_of: MakeRecipe, base: Path) -> None:
     job = job_of(recipe_of, base, "objective.distill.fake_lr=1e-2", "optim.warmup_steps=0")
     assert {group["peak_lr"] for group in job.step.optimiser.param_groups} == {2e-3, 1e-2}
@@ -262,14 +216,6 @@ def test_the_work_of_lcm_is_counted_with_its_teacher(recipe_of: MakeRecipe, base
         (("adapter.rank=2",), "adapter: given with objective.distill.method=dmd2"),
         (("objective.distill.ddim_steps=2",), "steps 3 is more than ddim_steps 2"),
         (("objective.distill.method=lcm",), "steps with method lcm"),
-        (
-            (
-                "objective.distill.method=lcm",
-                "objective.distill.steps=4",
-                "objective.distill.subintervals=true",
-            ),
-            "subintervals with method lcm",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused(

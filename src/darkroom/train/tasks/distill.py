@@ -11,9 +11,6 @@ DMD2's student draws pictures by itself, in the steps of its sampler. Two scores
 teacher's with guidance, and that of a second network which learns what the student draws. The student moves
 along their difference. The second network learns at each step, the student at one of `fake_updates` (two
 time-scales); what the student starts from at its later steps are its own pictures (backward simulation).
-With `subintervals` the noise under which both look lies between the step's timestep and the next one's, as in
-trajectory distribution matching (Luo et al. 2025, arXiv 2503.06674) and Phased DMD (Fan et al. 2025, arXiv
-2510.27684): the second network then knows by the noise which step drew a picture.
 
 Of rectified flow the teacher's steps are Euler's, evenly spaced before the model's shift, and the student's
 answer is the picture that its velocity means: at time 0 that is what it is given, without more ado.
@@ -364,23 +361,6 @@ def _few(objective: Objective | FlowObjective, settings: DistillSettings) -> lis
     return timesteps
 
 
-def _between(steps: Sequence[float], total: int) -> list[tuple[int, int]]:
-    """Of each step the timesteps from the next one's (or the least of `NOISY`) up to its own."""
-    least, most = (int(share * total) for share in NOISY)
-    found = []
-    for high, low in zip(steps, [*steps[1:], least], strict=True):
-        end = max(1, min(int(high), most))
-        found.append((min(int(low), end - 1), end))  # of many steps the last ones are below the least
-    return found
-
-
-def _drawn(share_b: Tensor, ends_b2: Tensor) -> tuple[Tensor, Tensor]:
-    """A timestep [b] from the first end up to below the second, and what is left of a draw in [0, 1]."""
-    low_b, high_b = ends_b2.unbind(dim=1)
-    at_b = share_b * (high_b - low_b)
-    return torch.minimum(low_b + at_b.long(), high_b - 1), at_b - at_b.floor()
-
-
 class DistributionMatching(FewSteps):
     """Train the U-Net to draw in few steps what the teacher would."""
 
@@ -400,12 +380,6 @@ class DistributionMatching(FewSteps):
         if settings.fake_lr is not None:
             self.rates[FAKE] = settings.fake_lr
         self._steps = _few(objective, settings)
-        total = objective.num_timesteps
-        least, most = (int(share * total) for share in NOISY)
-        self._matched_at = [(least, most)] * len(self._steps)
-        self._learned_at = [(0, total)] * len(self._steps)
-        if settings.subintervals:
-            self._matched_at = self._learned_at = _between(self._steps, total)
         self._moves = True
         draws = (*self.read.draws, "further")
         self.read = self.read.model_copy(update={"draws": draws, "further": len(self._steps) + 1})
@@ -428,15 +402,18 @@ class DistributionMatching(FewSteps):
         """What diffusion takes, with the student's step [B] and the two timesteps [B] of the scores."""
         inputs = super().inputs(columns, device)
         del inputs["index"]
+        total, steps = self._diffusion.num_timesteps, len(self._steps)
+        least, most = (int(share * total) for share in NOISY)
         # One draw of 53 bits holds all three: what is left of each is the next one's.
-        at_b = columns["u"] * len(self._steps)
-        index_b = at_b.long().clamp_(0, len(self._steps) - 1)
-        matched_N2, learned_N2 = (
-            torch.tensor(ends, device=index_b.device) for ends in (self._matched_at, self._learned_at)
-        )
-        t_matched_b, left_b = _drawn(at_b - index_b, matched_N2[index_b])
-        t_learned_b, _ = _drawn(left_b, learned_N2[index_b])
-        drawn = {"index": index_b, "t_matched": t_matched_b, "t_learned": t_learned_b}
+        at_b = columns["u"] * steps
+        index_b = at_b.long().clamp_(0, steps - 1)
+        first_b = (at_b - index_b) * (most - least)
+        second_b = (first_b - first_b.floor()) * total
+        drawn = {
+            "index": index_b,
+            "t_matched": least + first_b.long().clamp_(0, most - least - 1),
+            "t_learned": second_b.long().clamp_(0, total - 1),
+        }
         further = {"further": columns["further"]}
         return inputs | {name: to_device(value, device) for name, value in {**drawn, **further}.items()}
 
