@@ -20,7 +20,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "darkroom"
 LEVELS = (
     {"errors", "libraries"},
     {"hardware", "counting"},
-    {"bill", "tables", "options", "certificates"},
+    {"bill", "tables", "options", "certificates", "count_cache"},
     {"run", "picture_settings"},
     {"models", "data"},
     {"prepare", "sample", "evaluate"},
