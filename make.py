@@ -533,7 +533,7 @@ def tests(machine: Machine, command: str, more: tuple[str, ...]) -> None:
     try:
         for words, add in PYTEST[command]:
             if add == AVX2 and not has_more_than_avx2():
-                say("this processor has AVX2 alone: what make test runs is not run once more")
+                say("this processor has nothing beyond AVX2: the tests of make test are not repeated")
                 continue
             try:
                 machine.run(str(PYTHON), "-m", "pytest", *words, *more, add=add)

@@ -168,9 +168,8 @@ def test_counts_that_come_with_darkroom_are_taken_of_the_same_question_and_libra
     assert (counts.cached(key, count), made) == ({"flops": 2}, [1, 1])  # kept here from then on
     monkeypatch.setattr(count_cache, "_version", real)
     assert (counts.cached(key, count), made) == ({"flops": 7}, [1, 1])
-    monkeypatch.setattr(
-        count_cache, "_code", lambda: "changed"
-    )  # a stale file costs a count, never its figure
+    # A stale file costs a count, never its figure.
+    monkeypatch.setattr(count_cache, "_code", lambda: "changed")
     assert (counts.cached(key, count), made) == ({"flops": 3}, [1, 1, 1])
 
 
