@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import darkroom
-from darkroom.hardware.system import write_atomically
+from darkroom.hardware.system import cache_folder, write_atomically
 
 CODE = (
     *("train", "sample", "models", "prepare", "recipe", "counting.py", "proof/tables.py"),
@@ -21,14 +20,6 @@ CODE = (
 )
 """What a count depends on: these folders and files of darkroom. A test holds them to what a count runs."""
 PACKAGES = ("torch", "diffusers", "transformers", "peft")
-
-
-def cache_folder() -> Path:
-    """Where darkroom keeps what can be made again: $DARKROOM_CACHE, or `darkroom` in the user's cache."""
-    if asked := os.environ.get("DARKROOM_CACHE"):
-        return Path(asked)
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "darkroom"
 
 
 def kept(key: dict[str, Any]) -> dict[str, Any] | None:

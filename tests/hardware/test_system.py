@@ -489,3 +489,15 @@ def test_on_windows_threads_may_read_one_file(windows: ModuleType) -> None:
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda at: windows.read_at(file, at, 2), range(40)))
     assert found == [bytes((at, at + 1)) for at in range(40)]
+
+
+def test_the_cache_is_where_the_system_or_the_user_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("DARKROOM_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert system.cache_folder() == Path.home() / ".cache" / "darkroom"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert system.cache_folder() == tmp_path / "darkroom"
+    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path / "own"))
+    assert system.cache_folder() == tmp_path / "own"

@@ -142,6 +142,14 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
         sync_folder(path.parent)
 
 
+def cache_folder() -> Path:
+    """Where darkroom keeps what can be made again: $DARKROOM_CACHE, or `darkroom` in the user's cache."""
+    if asked := os.environ.get("DARKROOM_CACHE"):
+        return Path(asked)
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "darkroom"
+
+
 def remove_file(path: Path | str) -> None:
     """Delete a file; one that is not there is gone already. OSError where it cannot be."""
     _patiently(lambda: Path(path).unlink(missing_ok=True))

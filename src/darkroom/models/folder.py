@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from darkroom.errors import InputError, ModelError, is_system_failure
-from darkroom.hardware.system import atomic_replace, remove_tree, write_atomically
+from darkroom.hardware.system import atomic_replace, cache_folder, remove_tree, write_atomically
 from darkroom.libraries import quiet, waiting, without_compiler
 from darkroom.models.card import CARD
 from darkroom.models.checked import (
@@ -194,8 +194,7 @@ def _hashed_file(model: Model) -> Path | None:
 def _hash_note(place: Path) -> Path:
     stat = place.stat()
     key = hashlib.sha256(f"{place.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:32]
-    base = os.environ.get("DARKROOM_CACHE")
-    return (Path(base) if base else Path.home() / ".cache" / "darkroom") / "hashes" / key
+    return cache_folder() / "hashes" / key
 
 
 def _noted(note: Path) -> str | None:

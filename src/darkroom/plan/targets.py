@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from darkroom.count_cache import cache_folder
 from darkroom.errors import InputError, RecipeError
 from darkroom.hardware.cards import NVIDIA, Card, cards, find_card
 from darkroom.hardware.prices import Price
+from darkroom.hardware.system import cache_folder
 from darkroom.models.reference import check_reference
 from darkroom.plan.counts import Profile, cached_profile
 from darkroom.plan.jobs import Plan, Where

@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from darkroom import count_cache
 from darkroom.errors import DarkroomError, InputError, MissingExtra, is_disk_full
 from darkroom.hardware.meters import PeakMemory
-from darkroom.hardware.system import atomic_replace, lock_file, remove_tree
+from darkroom.hardware.system import atomic_replace, cache_folder, lock_file, remove_tree
 from darkroom.models.adapters.bank import ROWS
 from darkroom.models.folder import identity
 from darkroom.sample.backends import int8
@@ -78,9 +77,9 @@ class CacheKey:
         return f"{self.engine}-{self.part}-{self.precision}-{self.identity[:8]}-{digest}"
 
 
-def cache_folder() -> Path:
+def exports_folder() -> Path:
     """Where exports are kept: `backends` in the folder of all that can be made again."""
-    return count_cache.cache_folder() / "backends"
+    return cache_folder() / "backends"
 
 
 def exported(key: CacheKey, make: Callable[[Path], None]) -> Path:
@@ -89,7 +88,7 @@ def exported(key: CacheKey, make: Callable[[Path], None]) -> Path:
 
     Raises InputError where the cache cannot be written, DarkroomError where an export fails.
     """
-    base, limit_bytes = cache_folder(), _limit_bytes()
+    base, limit_bytes = exports_folder(), _limit_bytes()
     place = base / key.name
     if _is_whole(place, key):
         with contextlib.suppress(OSError):  # a cache that may only be read
