@@ -355,9 +355,9 @@ def test_the_whole_script_on_a_cpu(gpu, tmp_path):
     (packages / "sitecustomize.py").write_text(WITHOUT_STORES)
     out = tmp_path / "rows.csv"
     names = [case.name for case in gpu.CASES]
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--minutes", "30"]
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--minutes", "120"]
     command += ["--out", str(out), "--wheels", str(packages)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1900, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=7300, check=False)
     assert done.returncode == 0, done.stderr
     over = gpu.done_in([out])
     assert over.keys() == set(names)
@@ -367,7 +367,7 @@ def test_the_whole_script_on_a_cpu(gpu, tmp_path):
     counted = [row.settings for row in made if "graph_breaks" in row.settings]
     assert [told["graph_breaks"] for told in counted] == [0] * len(counted)
     assert len(counted) == 4
-    again = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert "nothing is left" in again.stderr
 
 
@@ -388,11 +388,11 @@ def test_the_script_on_another_torch(gpu, tmp_path):
         if done.returncode:
             pytest.skip(f"no torch 2.11 on Python 3.12: {done.stderr.strip()[-200:]}")
     out = tmp_path / "rows.csv"
-    command = [str(python), str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--minutes", "30"]
+    command = [str(python), str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--minutes", "120"]
     names = ("smoke", "card", "sd15-b1", "sd2-train", "profile", "memory", "resume")
     command += [*(word for name in names for word in ("--case", name)), "--out", str(out)]
     environ = {**os.environ, "PYTHONPATH": ""}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1900, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=7300, check=False)
     assert done.returncode == 0, done.stderr
     assert "torch 2.11" in done.stderr
     over = gpu.done_in([out])
