@@ -130,3 +130,15 @@ def test_a_mistake_is_one_line(arguments, message, capsys):
     code, out, err = run(capsys, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
+
+
+def test_a_key_is_shown_with_its_unit_and_its_tasks(capsys) -> None:
+    _, out, _ = run(capsys, "objective.loss.type")
+    assert "tasks: all but autoencoder, tiny-vae, extractor, dpo, distill" in out
+    _, out, _ = run(capsys, "train.steps")
+    assert "integer (steps)" in out
+    assert "tasks:" not in out
+    by_key = {one.key: one for one in reference.find_keys()}
+    named = {key for keys in reference._UNITS.values() for key in keys}
+    assert named <= by_key.keys()
+    assert all(by_key[key].unit for key in named)

@@ -49,6 +49,7 @@ from darkroom.recipe.sections import (
     TrackSettings,
     TrainSettings,
 )
+from darkroom.recipe.task_keys import check_read
 from darkroom.recipe.yaml_text import (
     MAX_DEPTH,
     MAX_SHOWN,
@@ -197,6 +198,7 @@ class Recipe(BaseModel):
         rules.check_extras(task, train, data, phases=bool(self.phases))
         rules.check_distill(task, objective, model, adapter, train, optim)
         rules.check_patience(self.evaluate, data)
+        check_read(task, self)
 
     def check(self, processes: int | None = None) -> None:
         """RecipeError for what cannot be trained, whatever the store and the model.

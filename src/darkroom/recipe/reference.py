@@ -15,6 +15,7 @@ from typing import Any, get_args
 from darkroom.errors import InputError
 from darkroom.recipe.recipe import Recipe, defaults_of
 from darkroom.recipe.sections import OptimSettings, Task
+from darkroom.recipe.task_keys import TASKS, tasks_of
 
 REQUIRED = "required"
 _LIMITS = (
@@ -30,6 +31,53 @@ _LIMITS = (
     ("maxItems", "at most {} items"),
 )
 _TYPES = {"string": "text", "object": "mapping", "null": "null"}
+_UNITS = {
+    "px": ("data.resolution", "data.sets[].resolution", "phases[].resolution"),
+    "tokens": ("model.vocab_size", "model.max_length", "model.word.vectors", "data.max_token_length"),
+    "tags": ("data.keep_tokens", "data.token_warmup_min"),
+    "words": ("objective.extractor.network.most_words", "objective.extractor.network.buckets"),
+    "pictures": (
+        *("data.num_class_images", "train.global_batch", "train.micro_batch", "sample.num"),
+        *("phases[].samples", "phases[].global_batch", "phases[].ema_from"),
+        *("evaluate.rows", "evaluate.every_images", "evaluate.num"),
+    ),
+    "steps": (
+        *("data.token_warmup_steps", "optim.warmup_steps", "phases[].warmup_steps"),
+        *("optim.text_encoder_steps", "optim.layers[].start_step", "optim.layers[].stop_step"),
+        *("train.steps", "train.log_every", "train.ema.start_step", "train.ema.every"),
+        *("checkpoint.every", "sample.every", "sample.steps", "evaluate.every"),
+        *("objective.distill.steps", "objective.distill.ddim_steps", "objective.distill.fake_updates"),
+    ),
+    "timesteps": (
+        *("objective.timesteps.min", "objective.timesteps.max", "objective.noise.num_timesteps"),
+        "evaluate.timesteps",
+    ),
+    "checkpoints": ("checkpoint.keep",),
+    "evaluations": ("evaluate.patience",),
+    "channels": (
+        *("objective.tiny_vae.width", "objective.extractor.network.width", "train.align.hidden"),
+        "objective.extractor.network.embedding",
+    ),
+    "blocks": (
+        *("train.blocks_to_swap", "train.routing.before", "train.routing.after", "train.align.block"),
+        "objective.tiny_vae.blocks",
+    ),
+    "layers": ("data.clip_skip",),
+    "threads": ("data.workers",),
+    "batches": ("data.prefetch_batches",),
+    "processes": ("parallel.devices", "data.online.encoders", "data.online.cpu_workers"),
+    "machines": ("parallel.nodes",),
+    "s": ("data.online.timeout_s", "parallel.timeout_s"),
+    "h": ("budget.hours",),
+    "US dollars": ("budget.usd",),
+    "share": (
+        *("data.caption_dropout", "data.tag_dropout", "data.online.fraction", "data.augment.share"),
+        *("data.augment.hue", "adapter.rank_dropout", "adapter.module_dropout", "adapter.dropout"),
+        *("objective.extractor.caption_weight", "objective.extractor.zoom", "optim.final_lr_ratio"),
+        *("objective.noise.multires_discount", "train.routing.keep", "phases[].keep", "train.ema.decay"),
+    ),
+}
+"""Keys by their unit; other numbers have none."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +91,31 @@ class OtherDefault:
 
 @dataclass(frozen=True)
 class RecipeKey:
-    """One key of a recipe; `allowed` is empty where every value of the type is."""
+    """One key of a recipe.
+
+    `allowed` is empty where every value of the type is, `unit` where it has none. `tasks` are those that read
+    it: the others refuse any value but the default.
+    """
 
     key: str
     section: str
     type: str
+    unit: str
     default: Any
     required: bool
     allowed: str
+    tasks: tuple[str, ...]
     description: str
     other_defaults: tuple[OtherDefault, ...]
 
     def lines(self) -> Iterator[str]:
         """The key as the terminal shows it."""
         default = REQUIRED if self.required else f"default {shown(self.default)}"
-        yield "  ".join(part for part in (self.key, self.type, default, self.allowed) if part)
+        kind = f"{self.type} ({self.unit})" if self.unit else self.type
+        yield "  ".join(part for part in (self.key, kind, default, self.allowed) if part)
         yield f"    {self.description}"
+        if self.tasks != TASKS:
+            yield f"    tasks: {_tasks(self.tasks)}"
         for other in self.other_defaults:
             yield f"    with {other.when}: {shown(other.value)}" + (f" ({other.why})" if other.why else "")
 
@@ -102,7 +159,7 @@ def page() -> str:
         grouped.setdefault(one.section, []).append(one)
     for name, about in sections():
         lines += [f"## {name or 'The recipe itself'}", about, ""]
-        lines += ["| key | type | default | allowed | meaning |", "| --- | --- | --- | --- | --- |"]
+        lines += ["| key | type | unit | default | allowed | tasks | meaning |", "| --- " * 7 + "|"]
         lines += [_row(one) for one in grouped[name]] + [""]
     return "\n".join(lines)
 
@@ -126,6 +183,8 @@ darkroom recipe --json              # all of them, for machines
 A key is set in the recipe's YAML, or on the command line as `KEY=VALUE`. A list's keys, such as \
 `phases[].lr`, are set in YAML.
 
+A task refuses a value other than the default of a key that it does not read.
+
 To check a recipe in an editor, put this on its first line, with the path from the recipe to the schema:
 ```yaml
 # yaml-language-server: $schema=recipe.schema.json
@@ -141,8 +200,16 @@ def _row(one: RecipeKey) -> str:
         f"`{other.when}`: `{shown(other.value)}`" + (f" ({other.why})" if other.why else "")
         for other in one.other_defaults
     ]
-    cells = (f"`{one.key}`", one.type, default, one.allowed, "<br>".join(meaning))
+    tasks = _tasks(one.tasks)
+    cells = (f"`{one.key}`", one.type, one.unit, default, one.allowed, tasks, "<br>".join(meaning))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _tasks(tasks: tuple[str, ...]) -> str:
+    others = [task for task in TASKS if task not in tasks]
+    if not others:
+        return "all"
+    return f"all but {', '.join(others)}" if len(others) < len(tasks) else ", ".join(tasks)
 
 
 def _matches(key: str, pattern: str) -> bool:
@@ -154,6 +221,7 @@ def _matches(key: str, pattern: str) -> bool:
 def _keys() -> Iterator[RecipeKey]:
     whole = Recipe.model_json_schema()
     others = _other_defaults()
+    units = {key: unit for unit, keys in _UNITS.items() for key in keys}
     for name, found, inner in [("", whole, ""), *_sections(whole, whole["$defs"], "")]:
         for field, its in found["properties"].items():
             if _section_in(its, whole["$defs"]) is not None:
@@ -166,9 +234,11 @@ def _keys() -> Iterator[RecipeKey]:
                 key=key,
                 section=name,
                 type=" or ".join((*kinds, "null") if nullable else kinds),
+                unit=units.get(key, ""),
                 default=its.get("default"),
                 required=field in found.get("required", ()),
                 allowed="; or ".join(filter(None, map(_allowed, options))),
+                tasks=tasks_of(key),
                 description=its["description"],
                 other_defaults=tuple(_together(others.get(key, ()), its.get("default"))),
             )

@@ -77,7 +77,7 @@ class CacheKey:
         return f"{self.engine}-{self.part}-{self.precision}-{self.identity[:8]}-{digest}"
 
 
-def exports_folder() -> Path:
+def _exports_folder() -> Path:
     """Where exports are kept: `backends` in the folder of all that can be made again."""
     return cache_folder() / "backends"
 
@@ -88,7 +88,7 @@ def exported(key: CacheKey, make: Callable[[Path], None]) -> Path:
 
     Raises InputError where the cache cannot be written, DarkroomError where an export fails.
     """
-    base, limit_bytes = exports_folder(), _limit_bytes()
+    base, limit_bytes = _exports_folder(), _limit_bytes()
     place = base / key.name
     if _is_whole(place, key):
         with contextlib.suppress(OSError):  # a cache that may only be read

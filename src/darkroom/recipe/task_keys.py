@@ -1,0 +1,112 @@
+"""Which tasks read which keys of a recipe: what the reference shows, and what is refused with the others."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from pydantic import BaseModel
+
+from darkroom.errors import RecipeError
+from darkroom.recipe.fine_tuning import SUBJECT_TASKS
+from darkroom.recipe.sections import ADAPTER_TASKS, VAE_TASKS, Task
+
+TASKS: tuple[str, ...] = get_args(Task)
+_DENOISERS = tuple(task for task in TASKS if task not in (*VAE_TASKS, "extractor"))
+_BY_NOISE = tuple(task for task in _DENOISERS if task != "distill")
+"""Those that choose what noise a denoiser learns from; a student's is its teacher's."""
+_BY_ERROR = tuple(task for task in _BY_NOISE if task != "dpo")
+"""Those whose loss is the denoiser's error."""
+_WITH_TEXT = ("pretrain", "finetune", "dreambooth")
+_ADAPTERS = (*ADAPTER_TASKS, "distill")
+
+_OF: dict[str, tuple[str, ...]] = {
+    "model.vae": tuple(task for task in TASKS if task != "extractor"),
+    **dict.fromkeys(("model.unet", "model.text_encoder", "model.tokenizer"), _DENOISERS),
+    **dict.fromkeys(("model.vocab_size", "model.max_length"), _DENOISERS),
+    "model.train_text_encoder": _WITH_TEXT,
+    "model.fresh_unet": _BY_NOISE,
+    "model.base_precision": (*_ADAPTERS, "textual-inversion"),
+    "model.word": ("textual-inversion",),
+    **dict.fromkeys(("data.store", "data.repeats"), tuple(task for task in TASKS if task != "dpo")),
+    "data.stores": ("pretrain", *VAE_TASKS, "finetune", "lora"),
+    "data.sets": ("finetune", "lora"),
+    "data.instance": (*SUBJECT_TASKS, "textual-inversion"),
+    "data.folder": ("finetune", "lora", "dpo", "distill"),
+    **dict.fromkeys(("data.class_prompt", "data.class_images"), SUBJECT_TASKS),
+    **dict.fromkeys(("data.num_class_images", "data.prior_weight"), SUBJECT_TASKS),
+    **dict.fromkeys(("data.prompt", "data.caption_dropout", "data.text", "data.online"), _DENOISERS),
+    **dict.fromkeys(
+        ("data.shuffle_tags", "data.keep_tokens", "data.keep_tokens_separator", "data.secondary_separator"),
+        _DENOISERS,
+    ),
+    **dict.fromkeys(("data.tag_dropout", "data.token_warmup_steps", "data.token_warmup_min"), _DENOISERS),
+    **dict.fromkeys(("data.wildcards", "data.caption_prefix", "data.caption_suffix"), _DENOISERS),
+    **dict.fromkeys(("data.max_token_length", "data.weighted_captions", "data.clip_skip"), _BY_NOISE),
+    **dict.fromkeys(("data.mask", "objective.unmasked_weight"), _BY_NOISE),
+    "data.buckets": tuple(task for task in _DENOISERS if task != "dpo"),
+    "adapter": _ADAPTERS,
+    "adapter.text_encoder": ADAPTER_TASKS,
+    **dict.fromkeys(
+        (
+            *("objective.prediction", "objective.timesteps", "objective.flow.mean", "objective.flow.std"),
+            *(f"objective.noise.{name}" for name in ("offset", "offset_random_strength", "adaptive_scale")),
+            *(f"objective.noise.multires_{name}" for name in ("iterations", "discount")),
+            *(f"objective.noise.perturbation{name}" for name in ("", "_random_strength")),
+        ),
+        _BY_NOISE,
+    ),
+    **dict.fromkeys(
+        (
+            *("objective.min_snr_gamma", "objective.soft_min_snr_gamma", "objective.p2_gamma"),
+            *("objective.p2_k", "objective.debiased_estimation", "objective.loss"),
+            "objective.scale_v_pred_loss_like_noise_pred",
+        ),
+        _BY_ERROR,
+    ),
+    **dict.fromkeys(("objective.noise", "objective.flow"), _DENOISERS),
+    "objective.dpo": ("dpo",),
+    "objective.autoencoder": ("autoencoder",),
+    "objective.tiny_vae": ("tiny-vae",),
+    "objective.extractor": ("extractor",),
+    "objective.distill": ("distill",),
+    "optim.unet_lr": (*_WITH_TEXT, *ADAPTER_TASKS),
+    **dict.fromkeys(
+        ("optim.text_encoder_lr", "optim.text_encoder_2_lr", "optim.text_encoder_steps"),
+        (*_WITH_TEXT, *ADAPTER_TASKS),
+    ),
+    "optim.loraplus_lr_ratio": _ADAPTERS,
+    "train.blocks_to_swap": (*_ADAPTERS, "textual-inversion"),
+    "train.micro_batch": tuple(task for task in TASKS if task != "extractor"),
+    "train.gradient_checkpointing": tuple(task for task in TASKS if task not in ("tiny-vae", "extractor")),
+    **dict.fromkeys(("train.routing", "train.align"), ("pretrain", "finetune")),
+    "parallel": tuple(task for task in TASKS if task != "extractor"),
+    "sample": _DENOISERS,
+    "sample.every": tuple(task for task in TASKS if task != "extractor"),
+    "evaluate.timesteps": _BY_NOISE,
+    **dict.fromkeys(
+        (f"evaluate.{name}" for name in ("every_images", "scores", "num", "extractors")), _DENOISERS
+    ),
+}
+"""By key or section, of which the longest that a key begins with holds; without one all tasks read it."""
+
+
+def tasks_of(key: str) -> tuple[str, ...]:
+    """The tasks that read a key, such as `objective.loss.type`, in the order of `Task`."""
+    parts = key.replace("[]", "").split(".")
+    names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    found = next((_OF[name] for name in names if name in _OF), TASKS)
+    return tuple(task for task in TASKS if task in found)
+
+
+def check_read(task: str, settings: BaseModel, path: str = "") -> None:
+    """RecipeError for a key that is not at its default and that the task does not read."""
+    for name, field in type(settings).model_fields.items():
+        value, key = getattr(settings, name), f"{path}{field.alias or name}"
+        if isinstance(value, BaseModel):
+            check_read(task, value, f"{key}.")
+        elif value != field.default and task not in (readers := tasks_of(key)):
+            raise RecipeError(
+                key,
+                f"given with the task {task}, which does not read it",
+                allowed=f"with {', '.join(readers)}",
+            )
