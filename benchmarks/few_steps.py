@@ -112,7 +112,8 @@ def distilled(args: argparse.Namespace, subject: Subject, method: str) -> Path:
     if lcm:
         distill |= {"ddim_steps": args.ddim_steps, "distance": args.distance, "target": args.target}
     else:
-        distill |= {"steps": max(FEW), "fake_updates": args.fake_updates, "fake_lr": args.fake_lr}
+        names = ("fake_updates", "fake_lr", "gan_weight", "discriminator_weight")
+        distill |= {"steps": max(FEW), **{name: getattr(args, name) for name in names}}
     steps = args.steps if lcm else args.dmd2_steps
     recipe = make_recipe(
         {
@@ -220,7 +221,7 @@ def settings_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
         }
     if name != "dmd2":
         return {}
-    names = ("fake_lr", "fake_updates")
+    names = ("fake_lr", "fake_updates", "gan_weight", "discriminator_weight")
     told = {"train_steps": args.dmd2_steps, "lr": args.dmd2_lr, "lr_schedule": args.dmd2_lr_schedule}
     return told | {key: getattr(args, key) for key in names}
 
@@ -250,6 +251,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--dmd2-lr-schedule", default="cosine", help="of DMD2, both networks")
     parser.add_argument("--fake-lr", type=float, help="of DMD2's second score; as the student's")
     parser.add_argument("--fake-updates", type=int, default=5, help="of DMD2: steps for each of the student")
+    parser.add_argument("--gan-weight", type=float, default=0.0, help="of DMD2")
+    parser.add_argument("--discriminator-weight", type=float, default=0.01, help="of DMD2's GAN loss")
     parser.add_argument("--toy", action="store_true")
     args = parser.parse_args()
     if (args.run is None) is not (args.store is None):

@@ -45,7 +45,8 @@ from darkroom.train.local_dataset import PREPARED_PIXELS, has_own_store
 from darkroom.train.memory import LEAST_BYTES, packed_weights
 from darkroom.train.precision import cast
 from darkroom.train.tasks.diffusion import ENCODED_PIXELS, SIZES, Diffusion, Task
-from darkroom.train.tasks.distill import DistributionMatching, FewSteps
+from darkroom.train.tasks.distill import FewSteps
+from darkroom.train.tasks.dmd2 import DistributionMatching
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

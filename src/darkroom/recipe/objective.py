@@ -235,7 +235,7 @@ class DistillSettings(BaseModel):
     method: Literal["lcm", "dmd2"] = Field(
         default="lcm",
         description="lcm: latent consistency (Luo et al. 2023); dmd2: distribution matching (Yin et al. "
-        "2024, without its GAN loss), whose student draws by itself while it learns",
+        "2024), whose student draws by itself while it learns",
     )
     ddim_steps: int = Field(
         default=50, ge=2, le=1000, description="the teacher's steps; few steps are drawn at some of theirs"
@@ -276,11 +276,27 @@ class DistillSettings(BaseModel):
         le=10,
         description="of dmd2: peak rate of the network that learns what the student draws; null: optim.lr",
     )
+    gan_weight: float = Field(
+        default=0.0,
+        ge=0,
+        le=100,
+        description="of dmd2: its GAN loss, by which the student's pictures become like those it is given "
+        "rather than the teacher's (the paper has 0.003 to 0.005); 0: none",
+    )
+    discriminator_weight: float = Field(
+        default=0.01, gt=0, le=100, description="of gan_weight: of the loss of telling the two apart"
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> DistillSettings:
         if self.method == "lcm":
-            others = {"steps": 4, "fake_updates": 5, "fake_lr": None}
+            others = {
+                "steps": 4,
+                "fake_updates": 5,
+                "fake_lr": None,
+                "gan_weight": 0.0,
+                "discriminator_weight": 0.01,
+            }
             if given := next((name for name, usual in others.items() if getattr(self, name) != usual), None):
                 raise ValueError(f"{given} with method lcm, which has none; use method dmd2")
         elif self.target is not None or self.distance != "picture":

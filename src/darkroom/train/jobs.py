@@ -28,7 +28,7 @@ from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.scores import Scores
 from darkroom.train.step import Step
 from darkroom.train.tasks.diffusion import Task
-from darkroom.train.tasks.distill import DistributionMatching
+from darkroom.train.tasks.dmd2 import DistributionMatching
 
 if TYPE_CHECKING:
     from darkroom.recipe.recipe import Recipe

@@ -98,7 +98,8 @@ from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.scores import Scores
 from darkroom.train.step import Step, make_weights, micro_batches
 from darkroom.train.tasks.diffusion import SIZES, Columns, Diffusion, Preference, Reading, Task
-from darkroom.train.tasks.distill import Distillation, DistributionMatching, FewSteps
+from darkroom.train.tasks.distill import Distillation, FewSteps
+from darkroom.train.tasks.dmd2 import Discriminator, DistributionMatching, make_discriminator
 from darkroom.train.tasks.encoders import (
     Autoencoder,
     ExtractorModel,
@@ -468,6 +469,7 @@ def make_task(
             adapts=recipe.adapts,
             encode=encode,
             limit=limit,
+            discriminator=partial(make_discriminator, model, device, recipe.model.seed),
         )
     made = partial(Preference, beta=recipe.objective.dpo.beta) if recipe.task == "dpo" else Diffusion
     return made(
@@ -493,11 +495,14 @@ def _distillation(
     made_of: tuple[Model, Objective | FlowObjective, ReadSettings, dict[str, nn.Module]],
     *,
     averages: bool,
+    discriminator: Callable[[], Discriminator],
     **more: Any,
 ) -> FewSteps:
     """The task distill, by its method; `averages`: there are averaged weights that LCM can learn from."""
     if settings.method == "dmd2":
-        return DistributionMatching(*made_of, settings, cache_text=True, encode=more["encode"])
+        made = discriminator() if settings.gan_weight else None
+        encode = more["encode"]
+        return DistributionMatching(*made_of, settings, discriminator=made, cache_text=True, encode=encode)
     learns = averages and settings.target != "student"
     return Distillation(*made_of, settings, averages=learns, cache_text=True, **more)
 

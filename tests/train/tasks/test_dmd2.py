@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from darkroom import models, sample
 from darkroom.errors import RecipeError
@@ -157,6 +158,78 @@ def test_a_step_moves_the_student_at_its_turn_alone(recipe_of: MakeRecipe, base:
     assert moved() == {"fake_unet", "unet"}
 
 
+def test_the_gan_losses_gradients_are_the_formulas(recipe_of: MakeRecipe, base: Path) -> None:
+    """Of softplus(-drawn) by the student's pictures, of softplus(drawn) + softplus(-real) by the weights that
+    tell them apart; the control has another weight.
+    """
+    job = job_of(
+        recipe_of, base, "objective.distill.gan_weight=0.3", "objective.distill.discriminator_weight=0.2"
+    )
+    inputs, task = first_inputs(job), cast(Any, job.task)
+    fake, discriminator = task.modules["fake_unet"], task.modules["discriminator"]
+    scheduler, t, text = Published(job).scheduler, inputs["t_matched"], inputs["text"]
+
+    def answer(picture: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """By the U-Net's parts, without its second half."""
+        emb = fake.time_embedding(fake.time_proj(t))
+        h = fake.conv_in(scheduler.add_noise(picture, noise, t))
+        for block in fake.down_blocks:
+            given = {"encoder_hidden_states": text} if getattr(block, "has_cross_attention", False) else {}
+            h, _ = block(hidden_states=h, temb=emb, **given)
+        logits: torch.Tensor = discriminator(fake.mid_block(h, emb, encoder_hidden_states=text))
+        return logits
+
+    weights = [*fake.mid_block.parameters(), *fake.conv_in.parameters(), *discriminator.parameters()]
+    x = torch.randn_like(inputs["latents"]).requires_grad_()
+    error = task.told_apart(discriminator, x, inputs, (text, None))
+    found = torch.autograd.grad(0.2 * error.sum(), [x, *weights])
+    drawn = answer(x, inputs["further"][:, -2])
+    real = answer(inputs["latents"], inputs["further"][:, -1])
+    apart = F.softplus(drawn) + F.softplus(-real)
+    torch.testing.assert_close(error, apart, rtol=1e-4, atol=1e-6)
+    by_weights = torch.autograd.grad(0.2 * apart.sum(), weights, retain_graph=True)
+    torch.testing.assert_close(found[1:], by_weights, rtol=1e-3, atol=1e-6)
+    (by_picture,) = torch.autograd.grad(F.softplus(-drawn).sum(), [x])
+    torch.testing.assert_close(found[0], 0.3 * by_picture, rtol=1e-3, atol=1e-7)
+    assert not torch.allclose(found[0], 0.2 * by_picture, rtol=1e-1)
+
+
+def test_the_gan_loss_is_the_students_at_its_turn_alone(recipe_of: MakeRecipe, base: Path) -> None:
+    """The control has none: the student's gradient is another, and nothing tells pictures apart."""
+    gradients = []
+    for more in (("objective.distill.gan_weight=1",), ()):
+        job = job_of(recipe_of, base, "objective.distill.fake_updates=2", *more)
+        inputs, unet = first_inputs(job), job.task.modules["unet"]
+        assert ("discriminator" in job.task.modules) is bool(more)
+        for k, moves in enumerate((True, False)):
+            job.task.begin(k)
+            losses = job.task.losses(inputs)
+            losses["loss"].sum().backward()
+            assert any(p.grad is not None for p in unet.parameters()) is moves
+            assert ("discriminator_loss" in losses) is bool(more)
+            for name, module in job.task.modules.items():
+                assert name == "unet" or all(p.grad is not None for p in module.parameters())
+            if moves:
+                gradients.append(
+                    torch.cat([p.grad.flatten() for p in unet.parameters() if p.grad is not None])
+                )
+            for module in job.task.modules.values():
+                module.zero_grad()
+    assert not torch.allclose(*gradients, rtol=1e-2)
+
+
+def test_a_run_with_a_gan_loss_goes_on_as_if_it_had_not_stopped(
+    recipe_of: MakeRecipe, base: Path, tmp_path: Path
+) -> None:
+    more = ("objective.distill.fake_updates=2", "optim.warmup_steps=0", "train.gradient_checkpointing=true")
+    run = check_resumes_exactly(
+        lambda *overrides: recipe(recipe_of, base, *more, "objective.distill.gan_weight=1", *overrides),
+        tmp_path,
+        control=("objective.distill.gan_weight=0.1",),
+    )
+    assert not (run / "model" / "discriminator").exists()
+
+
 def test_a_resumed_run_learns_the_same_and_is_drawn_in_few_steps(
     recipe_of: MakeRecipe, base: Path, tmp_path: Path
 ) -> None:
@@ -216,6 +289,10 @@ def test_the_work_of_lcm_is_counted_with_its_teacher(recipe_of: MakeRecipe, base
         (("adapter.rank=2",), "adapter: given with objective.distill.method=dmd2"),
         (("objective.distill.ddim_steps=2",), "steps 3 is more than ddim_steps 2"),
         (("objective.distill.method=lcm",), "steps with method lcm"),
+        (
+            ("objective.distill.method=lcm", "objective.distill.steps=4", "objective.distill.gan_weight=1"),
+            "gan_weight with method lcm",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(
