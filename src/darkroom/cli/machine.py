@@ -28,9 +28,9 @@ def doctor(
 ) -> None:
     """What this machine, or a cluster, has and lacks.
 
-    Each lack with the line that mends it.
+    What is missing is listed with the command that installs or sets it.
 
-    Exit code 1 where something lacks that darkroom cannot do without.
+    Exit code 1 if a required part is missing.
 
     Example: darkroom doctor
 

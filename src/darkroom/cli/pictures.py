@@ -176,7 +176,9 @@ def generate(
     given: InputOptions,
     compute: ComputeOptions,
     files: FileOptions,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="say why what was chosen")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="explain what was chosen automatically")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Generate pictures from prompts.

@@ -147,13 +147,13 @@ class FleetSettings(BaseModel):
     )
     latency_s: float = Field(10.0, description="serve: seconds within which 95 of 100 are done")
     least: int | None = Field(
-        None, ge=1, description="serve: as few devices as this, more as the queue grows"
+        None, ge=1, description="serve: fewest devices of a fleet that grows with its queue"
     )
     start_s: float = Field(
         120.0, ge=0, description="serve: seconds until another device serves: its machine, loading"
     )
     losses_per_hour: float = Field(
-        0.0, ge=0, le=60, description="serve: how often an hour a (spot) device is taken away"
+        0.0, ge=0, le=60, description="serve: spot interruptions of a device in an hour"
     )
 
     def asked(self, pictures: PictureSettings) -> PlanRequest:

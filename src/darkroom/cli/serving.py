@@ -122,7 +122,7 @@ class ServeOptions:
     ] = None
     replicas: Annotated[str | None, typer.Option(help="ray: how many, N or LEAST:MOST; default: 1")] = None
     jobs_per_replica: Annotated[
-        float | None, typer.Option(help="ray: jobs for which one replica is there; 16")
+        float | None, typer.Option(help="ray: jobs in the queue or drawn for each replica; default: 16")
     ] = None
     replica_cpus: Annotated[float | None, typer.Option(help="ray: CPUs of a replica, and its threads; 1")] = (
         None

@@ -119,7 +119,7 @@ def train(
     The same command resumes where it was stopped.
 
     Several values, as in optim.lr=1e-5,5e-5,1e-4, make a run of each in one folder, under one budget.
-    One that diverges or finds no memory is noted, the others are made; exit code 1 if none got to its end.
+    A run that diverges or runs out of memory is reported and the others go on. Exit code 1 if none finished.
 
     Example: darkroom train recipes/emoji.yaml train.steps=2000 --out runs/emoji
     """
@@ -128,7 +128,7 @@ def train(
 
         if of is not None:
             raise InputError(
-                "--plan with --from", mend="write the recipe first: darkroom recipe --from kohya"
+                "--plan with --from", mend="train it without --plan: a run's estimate is in its first lines"
             )
         return plan_here(recipe, overrides or [], as_json)
     from darkroom.recipe.recipe import read_sweep

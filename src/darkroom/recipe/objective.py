@@ -268,7 +268,7 @@ class DistillSettings(BaseModel):
     )
     steps: int = Field(default=4, ge=1, le=64, description="of dmd2: the steps that the student draws in")
     fake_updates: int = Field(
-        default=5, ge=1, le=100, description="of dmd2: train.steps for each at which the student moves"
+        default=5, ge=1, le=100, description="of dmd2: updates of the second network for each of the student"
     )
     fake_lr: float | None = Field(
         default=None,

@@ -90,7 +90,7 @@ def default_solver(config: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
         return "flow_dpmpp_2m", () if own else (note,)
     if cls is None:
         return "ddim", ("the model has no scheduler: solver ddim on Stable Diffusion's noise schedule",)
-    if cls in INSTEAD_OF_CLASS:
+    if cls in INSTEAD_OF_CLASS and cls not in OF_CLASS:
         name = INSTEAD_OF_CLASS[cls]
         return name, (f"the model's scheduler {cls} is replaced by solver {name}",)
     if cls not in OF_CLASS:
