@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from types import ModuleType, NoneType
 from typing import Any
@@ -30,6 +30,7 @@ LIBRARIES = (
     "boto3",
     "peft",
     "scipy",
+    "sklearn",
     "torch.distributed.tensor",
     "torchao",
     "transformers.distributed.checkpoint",
@@ -85,6 +86,9 @@ class _LateName(type):
 
 class _LateModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
+        if name == "__version__":  # what is built on a library asks for it when it is imported
+            with suppress(importlib.metadata.PackageNotFoundError):
+                return importlib.metadata.version(self.__name__.partition(".")[0])
         if name.startswith("__"):
             raise AttributeError(name)
         late = _LateName(name, (), {"_module": self.__name__, "_name": name})
