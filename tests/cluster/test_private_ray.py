@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
+import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -53,3 +57,34 @@ def test_nothing_else_uses_a_private_name() -> None:
     files = [path for path in own.parents[1].rglob("*.py") if path != own]
     assert len(files) > 100
     assert [str(path) for path in files if pattern.search(path.read_text())] == []
+
+
+LOOK = """
+import inspect
+
+import ray
+
+from darkroom.cluster.private_ray import NAMES, private
+
+for name, (_, parameters) in NAMES.items():
+    found = private(name)
+    if parameters is not None:
+        assert tuple(inspect.signature(found).parameters) == parameters, name
+print(ray.__version__)
+"""
+
+
+@pytest.mark.nightly
+def test_the_newest_ray_that_is_allowed_has_them_too(tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=True)
+    python = str(tmp_path / "env" / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+    allowed = re.search(r'"ray\[[\w,]+\](\S+)"', (ROOT / "pyproject.toml").read_text())
+    assert allowed is not None
+    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", f"ray{allowed[1]}"]
+    subprocess.run(install, check=True)
+    (site,) = (tmp_path / "env").glob("[Ll]ib/**/site-packages")
+    here = [path for path in map(Path, sys.path) if path.name == "site-packages"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", site, *here)))}
+    done = subprocess.run([python, "-c", LOOK], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (site / f"ray-{done.stdout.split()[-1]}.dist-info").exists()
