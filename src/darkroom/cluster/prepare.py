@@ -53,6 +53,7 @@ from darkroom.prepare.job import (
     read_pieces,
 )
 
+__all__ = ["ClusterReport", "prepare_on_ray"]
 BLOCK_BYTES = 32 * 1024**2  # of ready values
 BLOCK_ROWS = 4096
 JOINING = 2  # fragments whose parts are joined at a time

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 
+__all__ = ["Replicas", "application", "run"]
 LOG = logging.getLogger("darkroom.serve")
 MOST_REQUESTS = 1024
 """Of one replica at a time: most of them wait for a picture."""

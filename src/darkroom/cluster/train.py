@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from darkroom.recipe.sections import DataSettings, ParallelSettings, TrainSettings
     from darkroom.train.trainer import TrainResult
 
+__all__ = ["Placement", "train"]
 Say = Callable[[str], None]
 SILENT_S = 15.0  # workers of which nothing is heard for so long do not run
 LEAVE_S = 60.0  # what Ray Train's own thread gets to return once the driver leaves

@@ -6,6 +6,7 @@ from darkroom.data.images import PictureError, buckets, decode, nearest_bucket, 
 from darkroom.data.importers.job import ImportReport, import_pictures
 from darkroom.data.inspect import Verification, contact_sheet, describe, find_doubles, mark_doubles, verify
 from darkroom.data.store import FragmentInfo, Store
+from darkroom.data.versions import writing
 
 __all__ = [
     "FragmentInfo",
@@ -24,4 +25,5 @@ __all__ = [
     "resize_crop",
     "to_tensor",
     "verify",
+    "writing",
 ]

@@ -29,6 +29,16 @@ operator's own functions, `metrics` counts, and `api.app` runs the server until 
 """
 
 from darkroom.serve.request import AdapterChoice, Event, Job, PictureRequest, Refused, StoredPicture, Uploads
-from darkroom.serve.settings import Limits
+from darkroom.serve.settings import Limits, ServeSettings
 
-__all__ = ["AdapterChoice", "Event", "Job", "Limits", "PictureRequest", "Refused", "StoredPicture", "Uploads"]
+__all__ = [
+    "AdapterChoice",
+    "Event",
+    "Job",
+    "Limits",
+    "PictureRequest",
+    "Refused",
+    "ServeSettings",
+    "StoredPicture",
+    "Uploads",
+]
