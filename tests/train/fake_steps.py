@@ -205,6 +205,10 @@ TASKS: dict[str, dict[str, Any]] = {
         "task": "distill", "model": TINY,
         "objective": {"distill": {"method": "dmd2", "steps": 2, "fake_updates": 1}},
     },
+    "distill dmd2 gan": {
+        "task": "distill", "model": TINY,
+        "objective": {"distill": {"method": "dmd2", "steps": 2, "fake_updates": 1, "gan_weight": 0.1}},
+    },
     "distill lora": {"task": "distill", "model": TINY, "adapter": {"rank": 2}},
     **{
         f"lora {kind}": {"task": "lora", "model": TINY, "adapter": {"rank": 2, "kind": kind}}
@@ -313,7 +317,8 @@ WAYS: dict[str, dict[str, Any]] = {
 KEPT: list[Made] = []
 """All that were made: torch may crash where tensors of a device from Python are let go."""
 TASKS |= {
-    f"{name} in shards": {**TASKS[name], "parallel": {"mode": "fsdp"}} for name in ("distill", "distill dmd2")
+    f"{name} in shards": {**TASKS[name], "parallel": {"mode": "fsdp"}}
+    for name in ("distill", "distill dmd2", "distill dmd2 gan")
 }
 CASES = {**TASKS, **{name: {**TASKS["pretrain"], **way} for name, way in WAYS.items()}}
 
