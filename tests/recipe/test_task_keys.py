@@ -90,7 +90,7 @@ def values_of(one: RecipeKey) -> Iterator[Any]:
         names = [name for name in re.split(", |; or ", one.allowed) if name]
         found += [int(name) if name.isdigit() else name for name in names]
     if "number" in one.type or "integer" in one.type:
-        numbers = [*limits, 2 * own, own / 2, 1.1 * own, own + 1, own - 1, 1, 2, 0.5, 0.1, 3, 4, 128, 150]
+        numbers = [8, *limits, 2 * own, own / 2, 1.1 * own, own + 1, own - 1, 1, 2, 0.5, 0.1, 3, 4, 128, 150]
         found += numbers if "number" in one.type else [int(number) for number in numbers]
     found += ["x", "a photo of <sks-dog>"] if "text" in one.type else []
     found += [["x"], ["heldout_loss"], ["fid"]] if "list" in one.type else []

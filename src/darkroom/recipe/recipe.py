@@ -208,13 +208,13 @@ class Recipe(BaseModel):
         task, data, train = self.task, self.data, self.train
         self.check_together()
         rules.check_micro_batch(train)
-        rules.check_scored(task, self.evaluate, data)
+        rules.check_scored(self.evaluate, data)
         if not self.phases:  # each phase has a length of its own, and is checked as a recipe of its own
             rules.check_length(train, self.optim)
         if task in VAE_TASKS:
-            rules.check_vae_task(task, self.model, data, train)
+            rules.check_vae_task(task, self.model)
         elif task == "extractor":
-            rules.check_extractor(train, data, self.model, self.objective.extractor)
+            rules.check_extractor(train, data, self.objective.extractor)
         else:
             rules.check_stored(data)
         if processes is not None:

@@ -463,17 +463,9 @@ def check_stored(data: DataSettings) -> None:
         )
 
 
-def check_scored(task: str, evaluate: EvaluateSettings, data: DataSettings) -> None:
-    """RecipeError where scores are asked for of a task or pictures that give none."""
-    if not evaluate.every_images:
-        return
-    if task in (*VAE_TASKS, "extractor"):
-        raise RecipeError(
-            "evaluate.every_images",
-            f"{evaluate.every_images} with the task {task}, which draws no pictures from captions",
-            allowed="0",
-        )
-    if not data.holdout:
+def check_scored(evaluate: EvaluateSettings, data: DataSettings) -> None:
+    """RecipeError where scores are asked for without pictures to compare with."""
+    if evaluate.every_images and not data.holdout:
         raise RecipeError(
             "data.holdout",
             "0, but evaluate.every_images scores against held-out pictures",
@@ -481,9 +473,7 @@ def check_scored(task: str, evaluate: EvaluateSettings, data: DataSettings) -> N
         )
 
 
-def check_extractor(
-    train: TrainSettings, data: DataSettings, model: ModelSettings, settings: ExtractorSettings
-) -> None:
+def check_extractor(train: TrainSettings, data: DataSettings, settings: ExtractorSettings) -> None:
     """RecipeError for settings that the task extractor has no use for or cannot follow."""
     if train.micro_batch not in ("auto", train.global_batch):
         raise RecipeError(
@@ -491,12 +481,6 @@ def check_extractor(
             f"{train.micro_batch}, but pictures are contrasted with all others of a batch",
             allowed=f"auto, or train.global_batch ({train.global_batch})",
         )
-    if train.gradient_checkpointing:
-        raise RecipeError("train.gradient_checkpointing", "true", allowed="false with the task extractor")
-    if data.buckets:
-        raise RecipeError("data.buckets", "true", allowed="false with the task extractor")
-    if model.train_text_encoder or model.vae is not None:
-        raise RecipeError("model", "a VAE or text encoder", allowed="neither with the task extractor")
     least = 2**settings.network.levels
     if data.resolution < 2 * least:
         raise RecipeError(
@@ -518,21 +502,14 @@ def check_length(train: TrainSettings, optim: OptimSettings) -> None:
         )
 
 
-def check_vae_task(task: str, model: ModelSettings, data: DataSettings, train: TrainSettings) -> None:
+def check_vae_task(task: str, model: ModelSettings) -> None:
     """RecipeError for what a task that trains a VAE alone cannot have."""
-    if model.train_text_encoder:
-        raise RecipeError("model.train_text_encoder", f"true, but the task {task} trains a VAE alone")
-    if task == "tiny-vae" and train.gradient_checkpointing:
-        # diffusers' encoder of this kind leaves out its scaling of pixels where it is checkpointed
-        raise RecipeError("train.gradient_checkpointing", "true", allowed="false with the task tiny-vae")
     if task == "autoencoder" and isinstance(model.vae, str):
         raise RecipeError(
             "model.vae",
             f"'{model.vae}', but the VAE is what is trained",
             mend="give the folder as model.base to go on from it, or changes to the family's VAE here",
         )
-    if data.buckets:
-        raise RecipeError("data.buckets", "true", allowed=f"false with the task {task}")
 
 
 def check_micro_batch(settings: TrainSettings) -> None:

@@ -7,7 +7,7 @@ from typing import get_args
 from pydantic import BaseModel
 
 from darkroom.errors import RecipeError
-from darkroom.recipe.fine_tuning import SUBJECT_TASKS
+from darkroom.recipe.fine_tuning import FINE_TUNING, SUBJECT_TASKS
 from darkroom.recipe.sections import ADAPTER_TASKS, VAE_TASKS, Task
 
 TASKS: tuple[str, ...] = get_args(Task)
@@ -30,8 +30,8 @@ _OF: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("data.store", "data.repeats"), tuple(task for task in TASKS if task != "dpo")),
     "data.stores": ("pretrain", *VAE_TASKS, "finetune", "lora"),
     "data.sets": ("finetune", "lora"),
-    "data.instance": (*SUBJECT_TASKS, "textual-inversion"),
-    "data.folder": ("finetune", "lora", "dpo", "distill"),
+    "data.folder": FINE_TUNING,
+    "data.instance": tuple(task for task in FINE_TUNING if task != "dpo"),
     **dict.fromkeys(("data.class_prompt", "data.class_images"), SUBJECT_TASKS),
     **dict.fromkeys(("data.num_class_images", "data.prior_weight"), SUBJECT_TASKS),
     **dict.fromkeys(("data.prompt", "data.caption_dropout", "data.text", "data.online"), _DENOISERS),
@@ -76,7 +76,7 @@ _OF: dict[str, tuple[str, ...]] = {
     ),
     "optim.loraplus_lr_ratio": _ADAPTERS,
     "train.blocks_to_swap": (*_ADAPTERS, "textual-inversion"),
-    "train.micro_batch": tuple(task for task in TASKS if task != "extractor"),
+    # diffusers' encoder of a tiny VAE leaves out its scaling of pixels where it is checkpointed
     "train.gradient_checkpointing": tuple(task for task in TASKS if task not in ("tiny-vae", "extractor")),
     **dict.fromkeys(("train.routing", "train.align"), ("pretrain", "finetune")),
     "parallel": tuple(task for task in TASKS if task != "extractor"),

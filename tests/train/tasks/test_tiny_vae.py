@@ -125,9 +125,9 @@ def test_a_plan_counts_the_teachers_passes(recipe_of: MakeRecipe, teacher: Path)
 
 
 def test_what_it_cannot_do_is_refused(recipe_of: MakeRecipe, teacher: Path) -> None:
-    with pytest.raises(RecipeError, match="gradient_checkpointing: true; allowed: false with the task tiny"):
+    with pytest.raises(RecipeError, match="gradient_checkpointing: given with the task tiny-vae"):
         recipe(recipe_of, teacher, "train.gradient_checkpointing=true").check()
-    with pytest.raises(RecipeError, match=r"data.buckets: true; allowed: false with the task tiny-vae"):
+    with pytest.raises(RecipeError, match="data.buckets: given with the task tiny-vae"):
         recipe(recipe_of, teacher, "data.buckets=true").check()
     with pytest.raises(RecipeError, match="evaluate.every_images"):
         recipe(recipe_of, teacher, "evaluate.every_images=8", "data.holdout=8").check()
