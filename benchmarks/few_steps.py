@@ -106,9 +106,9 @@ def on_white(encoded: bytes) -> np.ndarray:
 
 def distilled(args: argparse.Namespace, subject: Subject, method: str) -> Path:
     """A student's model."""
-    guidance = subject.guidance
-    distill: dict[str, Any] = {"method": method, "guidance_min": guidance, "guidance_max": guidance}
     lcm = method == "lcm"
+    guidance = subject.guidance if lcm else args.dmd2_guidance or subject.guidance
+    distill: dict[str, Any] = {"method": method, "guidance_min": guidance, "guidance_max": guidance}
     if lcm:
         distill |= {"ddim_steps": args.ddim_steps, "distance": args.distance, "target": args.target}
     else:
@@ -221,7 +221,7 @@ def settings_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
         }
     if name != "dmd2":
         return {}
-    names = ("fake_lr", "fake_updates", "gan_weight", "discriminator_weight")
+    names = ("dmd2_guidance", "fake_lr", "fake_updates", "gan_weight", "discriminator_weight")
     told = {"train_steps": args.dmd2_steps, "lr": args.dmd2_lr, "lr_schedule": args.dmd2_lr_schedule}
     return told | {key: getattr(args, key) for key in names}
 
@@ -251,6 +251,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--dmd2-lr-schedule", default="cosine", help="of DMD2, both networks")
     parser.add_argument("--fake-lr", type=float, help="of DMD2's second score; as the student's")
     parser.add_argument("--fake-updates", type=int, default=5, help="of DMD2: steps for each of the student")
+    parser.add_argument("--dmd2-guidance", type=float, help="of DMD2's teacher; as it is drawn with")
     parser.add_argument("--gan-weight", type=float, default=0.0, help="of DMD2")
     parser.add_argument("--discriminator-weight", type=float, default=0.01, help="of DMD2's GAN loss")
     parser.add_argument("--toy", action="store_true")
