@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -268,3 +269,15 @@ models.save(made, "b")
     assert done.stdout.splitlines() == ["[]", "True True", "True False True"]
     weights = [tmp_path / name / "unet" / "diffusion_pytorch_model.safetensors" for name in "ab"]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_a_library_that_waits_says_its_version() -> None:
+    """scikit-learn reads scipy's when it is imported; the control is another name of that kind."""
+    code = """
+from darkroom.libraries import waiting
+with waiting():
+    import scipy
+    print(type(scipy).__name__, scipy.__version__, hasattr(scipy, "__none__"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["_LateModule", version("scipy"), "False"]

@@ -128,7 +128,8 @@ def train(
 
         if of is not None:
             raise InputError(
-                "--plan with --from", mend="train it without --plan: a run's estimate is in its first lines"
+                "--plan with --from",
+                mend="train it with --plan-first, which counts the plan before the first step",
             )
         return plan_here(recipe, overrides or [], as_json)
     from darkroom.recipe.recipe import read_sweep
