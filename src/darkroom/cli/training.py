@@ -129,7 +129,7 @@ def train(
         if of is not None:
             raise InputError(
                 "--plan with --from",
-                mend="train it with --plan-first, which counts the plan before the first step",
+                mend="train with --plan-first, which counts the plan first",
             )
         return plan_here(recipe, overrides or [], as_json)
     from darkroom.recipe.recipe import read_sweep
