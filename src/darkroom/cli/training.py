@@ -127,10 +127,7 @@ def train(
         from darkroom.cli.planning import plan_here
 
         if of is not None:
-            raise InputError(
-                "--plan with --from",
-                mend="train with --plan-first, which counts the plan first",
-            )
+            raise InputError("--plan with --from", mend="take --plan-first")
         return plan_here(recipe, overrides or [], as_json)
     from darkroom.recipe.recipe import read_sweep
 
