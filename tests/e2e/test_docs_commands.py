@@ -79,7 +79,7 @@ ADDED = {
         *(*STEPS, "model.unet={}", "model.vocab_size=600", "data.encode=inline"),
     ],
     "train recipes/pretrain.yaml": [*STEPS, *SMALL, "data.encode=inline"],
-    "train recipes/tiny-vae.yaml": ["model.base=model/", "data.resolution=32", *STEPS],
+    "train recipes/tiny-vae.yaml": ["model.base=model/", "data.resolution=32", *STEPS[:-1]],
     "train recipes/sd15-lcm-lora.yaml": [*TUNED, "train.global_batch=4"],
     "train recipes/sdxl-dreambooth-lora.yaml": TUNED,
     "train recipes/sd15-lora.yaml data.folder=pictures/ adapter.trigger": [*TUNED, "--out", "runs/trigger"],
