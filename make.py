@@ -58,12 +58,14 @@ AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 # A worker that dies names its test and ends the run: with one in its place the run was seen to wait for ever.
 WORKERS = ("-n", "3", "--max-worker-restart", "0")
 IN_ORDER = ("--dist", "loadgroup", "--no-loadscope-reorder")  # the order is that of tests/nightly.py
+# The longest proof compiles for an hour on a slow machine; elsewhere a test of half an hour hangs.
+LONG = ("-o", "faulthandler_timeout=7200")
 Line = tuple[tuple[str, ...], dict[str, str]]  # arguments of pytest, and what it gets in the environment
 PYTEST: dict[str, list[Line]] = {
     "test": [((*WORKERS, "--dist", "loadgroup", "-m", "not nightly", "--durations", "10"), {})],
     "check": [((*WORKERS, "--dist", "loadgroup", "-m", "not nightly"), {})],
     "nightly": [
-        ((*WORKERS, *IN_ORDER, "-m", "nightly", "--durations", "20"), {}),
+        ((*WORKERS, *IN_ORDER, *LONG, "-m", "nightly", "--durations", "20"), {}),
         ((*WORKERS, "tests/sample", "tests/measure", "tests/serve", "-m", "not nightly"), AVX2),
     ],
 }
