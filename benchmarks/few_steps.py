@@ -112,6 +112,9 @@ def distilled(args: argparse.Namespace, subject: Subject, method: str) -> Path:
     if lcm:
         distill |= {"ddim_steps": args.ddim_steps, "distance": args.distance, "target": args.target}
     else:
+        if args.dmd2_interval:
+            low, high = args.dmd2_interval
+            distill |= {"guidance_sigma_min": low, "guidance_sigma_max": high}
         names = ("fake_updates", "fake_lr", "gan_weight", "discriminator_weight")
         distill |= {"steps": max(FEW), **{name: getattr(args, name) for name in names}}
     steps = args.steps if lcm else args.dmd2_steps
@@ -221,7 +224,14 @@ def settings_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
         }
     if name != "dmd2":
         return {}
-    names = ("dmd2_guidance", "fake_lr", "fake_updates", "gan_weight", "discriminator_weight")
+    names = (
+        "dmd2_guidance",
+        "dmd2_interval",
+        "fake_lr",
+        "fake_updates",
+        "gan_weight",
+        "discriminator_weight",
+    )
     told = {"train_steps": args.dmd2_steps, "lr": args.dmd2_lr, "lr_schedule": args.dmd2_lr_schedule}
     return told | {key: getattr(args, key) for key in names}
 
@@ -252,6 +262,13 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--fake-lr", type=float, help="of DMD2's second score; as the student's")
     parser.add_argument("--fake-updates", type=int, default=5, help="of DMD2: steps for each of the student")
     parser.add_argument("--dmd2-guidance", type=float, help="of DMD2's teacher; as it is drawn with")
+    parser.add_argument(
+        "--dmd2-interval",
+        type=float,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        help="of DMD2's teacher: sigmas between which it is guided; all",
+    )
     parser.add_argument("--gan-weight", type=float, default=0.0, help="of DMD2")
     parser.add_argument("--discriminator-weight", type=float, default=0.01, help="of DMD2's GAN loss")
     parser.add_argument("--toy", action="store_true")

@@ -41,8 +41,11 @@ NEEDS: dict[tuple[str, ...], dict[str, Any]] = {
         "objective.distill.steps",
         "objective.distill.fake_",
         "objective.distill.gan_weight",
-        "objective.distill.discriminator_weight",
     ): {"objective.distill.method": "dmd2"},
+    ("objective.distill.discriminator_weight",): {
+        "objective.distill.method": "dmd2",
+        "objective.distill.gan_weight": 0.1,
+    },
     ("train.routing.before", "train.routing.after", "train.routing.loss"): {"train.routing.keep": 0.5},
     ("train.align.weight", "train.align.block", "train.align.hidden"): {"train.align.extractor": "x"},
     ("optim.text_encoder",): {"model.train_text_encoder": True, "adapter.text_encoder": True},

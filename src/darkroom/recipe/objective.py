@@ -249,6 +249,15 @@ class DistillSettings(BaseModel):
     guidance_max: float | None = Field(
         default=None, ge=1, le=100, description="to here; null: the model's own, else 7.5, or guidance_min"
     )
+    guidance_sigma_min: float = Field(
+        default=0.0,
+        ge=0,
+        description="the teacher is guided only above this sigma, noise over picture, as with generate's "
+        "guidance_interval (Kynkaanniemi et al. 2024)",
+    )
+    guidance_sigma_max: float | None = Field(
+        default=None, gt=0, description="and up to this one; null: at any above guidance_sigma_min"
+    )
     huber_c: float = Field(
         default=0.001, gt=0, description="of lcm, its pseudo-Huber loss: where it turns linear"
     )
@@ -289,6 +298,9 @@ class DistillSettings(BaseModel):
 
     @model_validator(mode="after")
     def _possible(self) -> DistillSettings:
+        most = self.guidance_sigma_max
+        if most is not None and most <= self.guidance_sigma_min:
+            raise ValueError(f"guidance_sigma_max {most:g} is not above guidance_sigma_min")
         if self.method == "lcm":
             others = {
                 "steps": 4,
@@ -304,6 +316,8 @@ class DistillSettings(BaseModel):
             raise ValueError(f"{given} with method dmd2, whose target is the teacher's score")
         elif self.steps > self.ddim_steps:
             raise ValueError(f"steps {self.steps} is more than ddim_steps {self.ddim_steps}")
+        elif not self.gan_weight and self.discriminator_weight != 0.01:
+            raise ValueError("discriminator_weight without gan_weight, the loss it belongs to")
         return self
 
 

@@ -94,10 +94,22 @@ class Published:
             return grad / x[0].numel()
 
 
-def test_the_students_gradient_is_the_formulas(recipe_of: MakeRecipe, base: Path) -> None:
-    """By every weight of the U-Net; the control has another guidance."""
-    job = job_of(recipe_of, base, *GUIDED)
+@pytest.mark.parametrize("interval", [None, (0.5, 3.0)])
+def test_the_students_gradient_is_the_formulas(
+    recipe_of: MakeRecipe, base: Path, interval: tuple[float, float] | None
+) -> None:
+    """By every weight of the U-Net, also where the teacher is guided in an interval of noise alone; the
+    control has another guidance, or guidance everywhere."""
+    names = ("objective.distill.guidance_sigma_min", "objective.distill.guidance_sigma_max")
+    more = [f"{name}={sigma}" for name, sigma in zip(names, interval or (0.0, "null"), strict=True)]
+    job = job_of(recipe_of, base, *GUIDED, *more)
     inputs, published = first_inputs(job), Published(job)
+    guidance, other = inputs["guidance"], inputs["guidance"] + 1
+    if interval is not None:
+        ratio = (published.sigma / published.alpha)[inputs["t_matched"]]
+        inside = (interval[0] < ratio) & (ratio <= interval[1])
+        assert 0 < inside.sum() < len(inside)
+        guidance, other = torch.where(inside, guidance, 1.0), guidance
     unet: Any = job.task.model.unet
     with torch.no_grad():  # else both scores are alike without guidance
         for param in job.task.modules["fake_unet"].parameters():
@@ -110,14 +122,14 @@ def test_the_students_gradient_is_the_formulas(recipe_of: MakeRecipe, base: Path
     found = {name: param.grad.clone() for name, param in unet.named_parameters() if param.grad is not None}
     unet.zero_grad()
     x = torch.cat([published.student(inputs, row, [999, 679, 339]) for row in range(8)])
-    for guidance, is_same in ((inputs["guidance"], True), (inputs["guidance"] + 1, False)):
-        (x * published.gradient(x, inputs, guidance)).sum().backward(retain_graph=True)
+    for scale, is_same in ((guidance, True), (other, False)):
+        (x * published.gradient(x, inputs, scale)).sum().backward(retain_graph=True)
         wanted = {name: param.grad.clone() for name, param in unet.named_parameters()}
         unet.zero_grad()
         gap = sum(float((found[name] - grad).square().sum()) for name, grad in wanted.items())
         whole = sum(float(grad.square().sum()) for grad in wanted.values())
         assert (gap / whole < 1e-6) is is_same, (gap, whole)
-    square = (published.gradient(x, inputs, inputs["guidance"]) * x[0].numel()).square().mean(dim=(1, 2, 3))
+    square = (published.gradient(x, inputs, guidance) * x[0].numel()).square().mean(dim=(1, 2, 3))
     torch.testing.assert_close(losses["matching_loss"], 0.5 * square, rtol=1e-3, atol=1e-6)
 
 
@@ -293,6 +305,11 @@ def test_the_work_of_lcm_is_counted_with_its_teacher(recipe_of: MakeRecipe, base
             ("objective.distill.method=lcm", "objective.distill.steps=4", "objective.distill.gan_weight=1"),
             "gan_weight with method lcm",
         ),
+        (("objective.distill.discriminator_weight=0.1",), "discriminator_weight without gan_weight"),
+        (
+            ("objective.distill.guidance_sigma_min=3", "objective.distill.guidance_sigma_max=2"),
+            "guidance_sigma_max 2 is not above guidance_sigma_min",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -300,6 +317,16 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(RecipeError, match=message):
         job_of(recipe_of, base, *overrides)
+
+
+def test_a_discriminator_needs_a_middle(recipe_of: MakeRecipe) -> None:
+    hollow = recipe_of(
+        "distill",
+        *(*DMD2, "objective.distill.gan_weight=1"),
+        model={"base": "tiny", "unet": {"mid_block_type": None}},
+    )
+    with pytest.raises(RecipeError, match="gan_weight: given, but the U-Net has no middle block"):
+        make_job(hollow, Pinned(Path("nowhere")))
 
 
 def test_the_second_score_gets_better_at_what_the_student_draws(

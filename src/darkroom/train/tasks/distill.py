@@ -149,6 +149,7 @@ class FewSteps(Diffusion):
         text: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor]:
         """The picture and the noise that the teacher sees, with guidance."""
+        guidance_b = self._where_guided(guidance_b, t_b)
         twice = {name: torch.cat([inputs[name]] * 2) for name in ("time_ids",) if name in inputs}
         x_2bChw, t_2b = torch.cat([x_bChw] * 2), torch.cat([t_b] * 2)
         with self._as_teacher() as unet:
@@ -158,6 +159,17 @@ class FewSteps(Diffusion):
             for conditioned, without in (each.chunk(2) for each in self._both(x_2bChw, t_2b, out))
         )
         return picture_bChw, noise_bChw
+
+    def _where_guided(self, guidance_b: Tensor, t_b: Tensor) -> Tensor:
+        """A guidance [b], 1 at timesteps outside the interval of noise in which there is one."""
+        settings = self._settings
+        if not settings.guidance_sigma_min and settings.guidance_sigma_max is None:
+            return guidance_b
+        alpha_b, sigma_b = self._levels(t_b)
+        ratio_b = sigma_b / alpha_b  # infinite where rectified flow has noise alone
+        most = math.inf if settings.guidance_sigma_max is None else settings.guidance_sigma_max
+        is_inside_b = (ratio_b > settings.guidance_sigma_min) & (ratio_b <= most)
+        return torch.where(is_inside_b, guidance_b, 1.0)
 
     def _with_nothing(self, text: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         """The states of b captions, and after them b times those of an empty one."""

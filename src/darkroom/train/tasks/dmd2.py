@@ -60,12 +60,15 @@ class Discriminator(nn.Module):
 
 
 def make_discriminator(model: Model, device: torch.device, seed: int) -> Discriminator:
-    """A new one for a model's U-Net; RecipeError for a model that has none."""
+    """A new one for the middle of a model's U-Net; RecipeError for a model that has none."""
     if model.is_dit:
         raise RecipeError(
             "objective.distill.gan_weight", "given, but the model is a transformer", allowed="U-Nets"
         )
-    config: Any = model.unet.config  # type: ignore[union-attr]
+    unet: Any = model.unet
+    if unet.mid_block is None:
+        raise RecipeError("objective.distill.gan_weight", "given, but the U-Net has no middle block")
+    config: Any = unet.config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Discriminator(int(config.block_out_channels[-1])).to(device)
