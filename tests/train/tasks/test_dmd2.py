@@ -46,6 +46,18 @@ def first_inputs(job: TrainingSetup) -> dict[str, torch.Tensor]:
         return job.task.inputs(next(batches), job.device)
 
 
+def with_steps(task: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What the second network reads: a row's caption, and the token of the student's step."""
+    token = task.modules["step_tokens"].weight[inputs["index"]]
+    return torch.cat([inputs["text"], token[:, None]], dim=1)
+
+
+def shaken(module: torch.nn.Module, by: float) -> None:
+    with torch.no_grad():
+        for param in module.parameters():
+            param.add_(by * torch.randn_like(param))
+
+
 def table(values: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return values[t].view(-1, 1, 1, 1)
 
@@ -85,7 +97,8 @@ class Published:
         t, noise, text = inputs["t_matched"], inputs["further"][:, -2], inputs["text"]
         with torch.no_grad():
             noisy, teacher = self.scheduler.add_noise(x, noise, t), self.task._teacher
-            fake = self.x0(self.task.modules["fake_unet"], noisy, t, text)
+            seen = with_steps(self.task, inputs)
+            fake = self.x0(self.task.modules["fake_unet"], noisy, t, seen)
             cond = self.x0(teacher, noisy, t, text)
             uncond = self.x0(teacher, noisy, t, self.task._empty[0].expand_as(text))
             real = uncond + guidance.view(-1, 1, 1, 1) * (cond - uncond)
@@ -111,9 +124,8 @@ def test_the_students_gradient_is_the_formulas(
         assert 0 < inside.sum() < len(inside)
         guidance, other = torch.where(inside, guidance, 1.0), guidance
     unet: Any = job.task.model.unet
-    with torch.no_grad():  # else both scores are alike without guidance
-        for param in job.task.modules["fake_unet"].parameters():
-            param.add_(0.01 * torch.randn_like(param))
+    shaken(job.task.modules["fake_unet"], 0.01)  # else both scores are alike without guidance
+    shaken(job.task.modules["step_tokens"], 1.0)
     assert len(inputs["index"].unique()) > 1
     assert 3 <= inputs["guidance"].min() < inputs["guidance"].max() <= 9
     job.task.begin(0)
@@ -134,16 +146,24 @@ def test_the_students_gradient_is_the_formulas(
 
 
 def test_the_second_score_learns_by_denoising_at_every_step(recipe_of: MakeRecipe, base: Path) -> None:
-    """At its own steps the student has no gradient, at the others both have; the teacher never has."""
+    """At its own steps the student has no gradient, at the others both have; the teacher never has.
+
+    It reads at which step the student drew; the control has another step's token.
+    """
     job = job_of(recipe_of, base, "objective.distill.fake_updates=3")
     inputs, published = first_inputs(job), Published(job)
+    shaken(job.task.modules["step_tokens"], 3.0)
     fake, unet = job.task.modules["fake_unet"], job.task.model.unet
     x = torch.cat([published.student(inputs, row, [999, 679, 339]) for row in range(8)]).detach()
     t, noise = inputs["t_learned"], inputs["further"][:, -1]
     noisy = published.scheduler.add_noise(x, noise, t)
-    wanted = (
-        (fake(noisy, t, encoder_hidden_states=inputs["text"]).sample - noise).square().mean(dim=(1, 2, 3))
-    )
+
+    def error(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen = with_steps(job.task, inputs)
+        return (fake(noisy, t, encoder_hidden_states=seen).sample - noise).square().mean(dim=(1, 2, 3))
+
+    wanted, others = error(inputs), error(inputs | {"index": (inputs["index"] + 1) % 3})
+    assert not torch.allclose(wanted, others, rtol=1e-3, atol=1e-6)
     for k, moves in enumerate((True, False, False, True)):
         job.task.begin(k)
         losses = job.task.losses(inputs)
@@ -156,6 +176,14 @@ def test_the_second_score_learns_by_denoising_at_every_step(recipe_of: MakeRecip
         fake.zero_grad()
 
 
+def test_one_step_needs_no_token_for_it(recipe_of: MakeRecipe, base: Path) -> None:
+    """The control has two."""
+    for steps in (1, 2):
+        job = job_of(recipe_of, base, f"objective.distill.steps={steps}")
+        assert ("step_tokens" in job.task.modules) is (steps == 2)
+        job.task.losses(first_inputs(job))["loss"].sum().backward()
+
+
 def test_a_step_moves_the_student_at_its_turn_alone(recipe_of: MakeRecipe, base: Path) -> None:
     job = job_of(recipe_of, base, "objective.distill.fake_lr=1e-2", "optim.warmup_steps=0")
     assert {group["peak_lr"] for group in job.step.optimiser.param_groups} == {2e-3, 1e-2}
@@ -165,9 +193,9 @@ def test_a_step_moves_the_student_at_its_turn_alone(recipe_of: MakeRecipe, base:
         return {n.split(".")[0] for n, p in job.step.weights.masters.items() if not torch.equal(p, before[n])}
 
     job.step(1, inputs)
-    assert moved() == {"fake_unet"}
+    assert moved() == {"fake_unet", "step_tokens"}
     job.step(5, inputs)
-    assert moved() == {"fake_unet", "unet"}
+    assert moved() == {"fake_unet", "step_tokens", "unet"}
 
 
 def test_the_gan_losses_gradients_are_the_formulas(recipe_of: MakeRecipe, base: Path) -> None:
@@ -179,7 +207,7 @@ def test_the_gan_losses_gradients_are_the_formulas(recipe_of: MakeRecipe, base: 
     )
     inputs, task = first_inputs(job), cast(Any, job.task)
     fake, discriminator = task.modules["fake_unet"], task.modules["discriminator"]
-    scheduler, t, text = Published(job).scheduler, inputs["t_matched"], inputs["text"]
+    scheduler, t, text = Published(job).scheduler, inputs["t_matched"], with_steps(task, inputs)
 
     def answer(picture: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """By the U-Net's parts, without its second half."""
@@ -193,7 +221,7 @@ def test_the_gan_losses_gradients_are_the_formulas(recipe_of: MakeRecipe, base: 
 
     weights = [*fake.mid_block.parameters(), *fake.conv_in.parameters(), *discriminator.parameters()]
     x = torch.randn_like(inputs["latents"]).requires_grad_()
-    error = task.told_apart(discriminator, x, inputs, (text, None))
+    error = task.told_apart(discriminator, x, inputs, (inputs["text"], None))
     found = torch.autograd.grad(0.2 * error.sum(), [x, *weights])
     drawn = answer(x, inputs["further"][:, -2])
     real = answer(inputs["latents"], inputs["further"][:, -1])
@@ -266,7 +294,8 @@ def test_a_plan_and_the_count_of_work_know_both_kinds_of_steps(recipe_of: MakeRe
         )
         for n in (1, 4)
     )
-    assert often.trained == 2 * often.parameters["unet"] == seldom.trained
+    tokens = 3 * models.load(base).unet.config.cross_attention_dim
+    assert often.trained == 2 * often.parameters["unet"] + tokens == seldom.trained
     assert often.memory(2) == pytest.approx(seldom.memory(2), rel=0.02)
     full, mean = often.flops(1, "forward", "backward"), seldom.flops(1, "forward", "backward")
     assert 0.3 * full < mean < 0.8 * full
@@ -279,7 +308,7 @@ def test_a_plan_knows_that_teachers_are_cut_too(recipe_of: MakeRecipe, base: Pat
     counted = profile_recipe(recipe(recipe_of, base).dump(), "bf16", gpu=True)
     unet, blocks = counted.parameters["unet"], 2 * counted.facts["block_bytes"]
     whole, cut = counted.memory(2)["weights"], counted.memory(2, shards=4)["weights"]
-    assert whole - cut == 4 * 2 * unet * 3 / 4 + (2 * unet * 3 / 4 - blocks)
+    assert whole - cut == 4 * counted.trained * 3 / 4 + (2 * unet * 3 / 4 - blocks)
     plain = recipe_of("finetune", "data.resolution=32", model={"base": str(base)}).dump()
     assert "frozen_cut_bytes" not in profile_recipe(plain, "bf16", gpu=True).facts
 
@@ -382,7 +411,7 @@ def test_of_rectified_flow_the_student_draws_as_diffusers_does(recipe_of: MakeRe
         empty = task._empty[0].expand_as(inputs["text"])
         cond, uncond = (picture(task._teacher, states) for states in (inputs["text"], empty))
         real = uncond + inputs["guidance"].view(-1, 1, 1, 1) * (cond - uncond)
-        gap = picture(task.modules["fake_unet"], inputs["text"]) - real
+        gap = picture(task.modules["fake_unet"], with_steps(task, inputs)) - real
         direction = gap / (found - real).abs().mean(dim=(1, 2, 3), keepdim=True)
         torch.testing.assert_close(task.direction(found, inputs, text), direction, rtol=1e-3, atol=1e-4)
         assert not torch.allclose(task.direction(found, inputs, text), gap, rtol=1e-2)

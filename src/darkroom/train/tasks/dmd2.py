@@ -4,6 +4,8 @@ The student draws pictures by itself, in the steps of its sampler. Two scores lo
 teacher's with guidance, and that of a second network which learns what the student draws. The student moves
 along their difference. The second network learns at each step, the student at one of `fake_updates` (two
 time-scales); what the student starts from at its later steps are its own pictures (backward simulation).
+The second network is given a token of the student's step, which the paper's is not: the mixture of all steps
+may be right where the first are too smooth and the last too rough.
 With a GAN loss a few layers on the second network's middle tell the student's pictures from the batch's.
 
 Shapes: b rows of a micro-batch, C latent channels, h and w latent pixels, L tokens, D text width or width of
@@ -37,6 +39,23 @@ LEAST_LOGIT = -15.0
 """Below it the factor that turns the discriminator's gradient is no larger."""
 NOISY = (0.02, 0.98)
 """Between which shares of the timesteps the two scores look (DMD, section 4.1)."""
+
+
+class StepTokens(nn.Module):
+    """One token for each of the student's steps, after a caption's: so one network learns what the student
+    draws at each, not the mixture of them all."""
+
+    def __init__(self, weight_ND: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight_ND)
+
+    def forward(self, text_bLD: Tensor, index_b: Tensor) -> Tensor:
+        """Text states with the token of each row's step [b, L + 1, D]."""
+        token_bD = F.embedding(index_b, self.weight).to(text_bLD.dtype)
+        return torch.cat([text_bLD, token_bD[:, None]], dim=1)
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Asked of every trained part; here is nothing worth computing twice."""
 
 
 class Discriminator(nn.Module):
@@ -117,6 +136,11 @@ class DistributionMatching(FewSteps):
         self.modules[FAKE] = self._fake
         if discriminator is not None:
             self.modules["discriminator"] = discriminator
+        self._step_tokens: StepTokens | None = None
+        if settings.steps > 1:
+            empty_1LD = self._empty[0]
+            self._step_tokens = StepTokens(empty_1LD.new_zeros((settings.steps, empty_1LD.shape[-1])))
+            self.modules["step_tokens"] = self._step_tokens
         if settings.fake_lr is not None:
             self.rates |= {name: settings.fake_lr for name in self.modules if name != "unet"}
         self._steps = _few(objective, settings)
@@ -219,9 +243,21 @@ class DistributionMatching(FewSteps):
         t_b = inputs["t_matched"]
         noisy_bChw = self._diffusion.add_noise(x_bChw, inputs["further"][:, -2], t_b)
         real_bChw, _ = self._guided(noisy_bChw, t_b, inputs["guidance"], inputs, text)
-        fake_bChw, _ = self._both(noisy_bChw, t_b, self._call(self._fake, noisy_bChw, t_b, inputs, text))
+        out_bChw = self._call_fake(noisy_bChw, t_b, inputs, text)
+        fake_bChw, _ = self._both(noisy_bChw, t_b, out_bChw)
         scale_b = (x_bChw - real_bChw).abs().mean(dim=(1, 2, 3))
         return torch.nan_to_num((fake_bChw - real_bChw) / wide(scale_b))
+
+    def _call_fake(
+        self,
+        x_bChw: Tensor,
+        t_b: Tensor,
+        inputs: Mapping[str, Tensor],
+        text: tuple[Tensor, Tensor | None],
+    ) -> Tensor:
+        """The second network's answer, of pictures that the student drew at each row's step."""
+        states = text[0] if self._step_tokens is None else self._step_tokens(text[0], inputs["index"])
+        return self._call(self._fake, x_bChw, t_b, inputs, (states, text[1]))
 
     def _fake_error(
         self, x_bChw: Tensor, inputs: Mapping[str, Tensor], text: tuple[Tensor, Tensor | None]
@@ -229,7 +265,7 @@ class DistributionMatching(FewSteps):
         t_b, noise_bChw = inputs["t_learned"], inputs["further"][:, -1]
         noisy_bChw = self._diffusion.add_noise(x_bChw, noise_bChw, t_b)
         states = text[0].detach(), None if text[1] is None else text[1].detach()
-        out_bChw = self._call(self._fake, noisy_bChw, t_b, inputs, states)
+        out_bChw = self._call_fake(noisy_bChw, t_b, inputs, states)
         return square_error(out_bChw, self._diffusion.target(x_bChw, noise_bChw, t_b))
 
     def told_apart(
@@ -254,11 +290,12 @@ class DistributionMatching(FewSteps):
         noisy_2bChw = torch.cat(
             [self._diffusion.add_noise(picture, noise, t_b) for picture, noise in pictures]
         )
-        twice = {name: torch.cat([inputs[name]] * 2) for name in ("time_ids",) if name in inputs}
+        named = [name for name in ("time_ids", "index") if name in inputs]
+        twice = {name: torch.cat([inputs[name]] * 2) for name in named}
         states, pooled = (None if each is None else torch.cat([each.detach()] * 2) for each in text)
         assert states is not None
         with _seeing_inside(self._fake) as hidden:
-            self._call(self._fake, noisy_2bChw, torch.cat([t_b] * 2), twice, (states, pooled))
+            self._call_fake(noisy_2bChw, torch.cat([t_b] * 2), twice, (states, pooled))
         drawn_b, real_b = discriminator(hidden[0]).float().chunk(2)
         share = settings.gan_weight / settings.discriminator_weight
         factors.append(-share * torch.exp(-drawn_b.detach().clamp(min=LEAST_LOGIT)))
