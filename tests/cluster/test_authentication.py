@@ -86,7 +86,7 @@ def test_a_cluster_that_wants_a_token_gets_the_users_or_says_so(tmp_path: Path) 
         [sys.executable, "-c", SCRIPT, TOKEN, OTHER],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env=environment | {"HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr

@@ -79,7 +79,7 @@ def test_a_ray_of_this_machine_leaves_nothing_in_the_home_and_sigterm_is_as_ctrl
     with asking("local", waits=True, HOME=str(tmp_path)) as process:
         assert process.stdout.readline() == "told True 1 1.0 10000 token\n"
         process.terminate()
-        said, errors = process.communicate(timeout=60)
+        said, errors = process.communicate(timeout=240)
     assert (process.returncode, said) == (0, "stopped None\n")
     assert "SIGTERM received" not in errors
     assert list(tmp_path.iterdir()) == []

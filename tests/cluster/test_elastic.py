@@ -72,7 +72,7 @@ class Driver:
             self._lines.put(line)
         self._lines.put("")
 
-    def wait_for(self, words: str, timeout_s: float = 240) -> str:
+    def wait_for(self, words: str, timeout_s: float = 600) -> str:
         """The line that matches, once it came after all that were waited for before."""
         until = time.monotonic() + timeout_s
         with suppress(queue.Empty):
@@ -86,7 +86,7 @@ class Driver:
         """The exit code; `said` holds all lines then."""
         if number is not None:
             self.process.send_signal(number)
-        code = self.process.wait(timeout=240)
+        code = self.process.wait(timeout=600)
         self._reader.join(10)
         while not self._lines.empty():
             self.said.append(self._lines.get())
@@ -175,7 +175,7 @@ def drain(address: str, node_id: str) -> None:
     told = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--node-id", node_id]
     minutes = ["--deadline-remaining-seconds", "600"]
     ray = Path(sys.executable).with_name("ray")
-    subprocess.run([ray, "drain-node", "--address", address, *told, *minutes], check=True, timeout=60)
+    subprocess.run([ray, "drain-node", "--address", address, *told, *minutes], check=True, timeout=240)
 
 
 def nodes_of(pids: list[int], nodes: list[Any]) -> list[Any]:
