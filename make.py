@@ -58,8 +58,8 @@ AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 # A worker that dies names its test and ends the run: with one in its place the run was seen to wait for ever.
 WORKERS = ("-n", "3", "--max-worker-restart", "0")
 IN_ORDER = ("--dist", "loadgroup", "--no-loadscope-reorder")  # the order is that of tests/nightly.py
-# The longest proof compiles for an hour on a slow machine; elsewhere a test of half an hour hangs.
-LONG = ("-o", "faulthandler_timeout=7200")
+# The GPU script's rehearsal, which compiles, may take two hours; elsewhere a test of half an hour hangs.
+LONG = ("-o", "faulthandler_timeout=9000")
 Line = tuple[tuple[str, ...], dict[str, str]]  # arguments of pytest, and what it gets in the environment
 PYTEST: dict[str, list[Line]] = {
     "test": [((*WORKERS, "--dist", "loadgroup", "-m", "not nightly", "--durations", "10"), {})],

@@ -308,7 +308,8 @@ def test_a_plan_knows_that_teachers_are_cut_too(recipe_of: MakeRecipe, base: Pat
     counted = profile_recipe(recipe(recipe_of, base).dump(), "bf16", gpu=True)
     unet, blocks = counted.parameters["unet"], 2 * counted.facts["block_bytes"]
     whole, cut = counted.memory(2)["weights"], counted.memory(2, shards=4)["weights"]
-    assert whole - cut == 4 * counted.trained * 3 / 4 + (2 * unet * 3 / 4 - blocks)
+    tokens = 3 * models.load(base).unet.config.cross_attention_dim
+    assert whole - cut == 4 * (2 * unet + tokens) * 3 / 4 + (2 * unet * 3 / 4 - blocks)
     plain = recipe_of("finetune", "data.resolution=32", model={"base": str(base)}).dump()
     assert "frozen_cut_bytes" not in profile_recipe(plain, "bf16", gpu=True).facts
 
