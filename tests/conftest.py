@@ -65,10 +65,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if nightly.is_chosen(config):
+    if config.getoption("numprocesses", None):
         found = [one for kept in terminalreporter.stats.values() for one in kept]
         reports = [one for one in found if isinstance(one, pytest.TestReport)]
-        terminalreporter.section("seconds by group")
+        terminalreporter.section("seconds by module, or group of modules")
         for name, seconds in list(nightly.seconds_by_group(reports).items())[:40]:
             terminalreporter.write_line(f"{seconds:7.1f} {name}")
 

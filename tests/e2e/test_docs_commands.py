@@ -92,6 +92,7 @@ ADDED = {
     "train recipes/sd2-two-phases.yaml": ["model.base=model/", PHASES, *SHORT],
     "train recipes/sd15-dreambooth-lora.yaml": TUNED,
     "plan recipes/sd15-": ["model.base=model/", "data.resolution=64"],
+    "train recipes/four-steps.yaml": ["data.encode=inline", *STEPS[:-1]],
     "train recipes/laptop.yaml": ["data.filter=null", "train.steps=2", "sample.every=2", "sample.steps=1"],
     "plan recipes/pretrain.yaml": [*STEPS, *SMALL],
     "plan generate": ["--size", "64x64"],

@@ -1,4 +1,4 @@
-"""recipes/laptop.yaml: the quickstart's own model learns a word, from its own pictures or from a folder."""
+"""Recipes for the quickstart's own model: it learns a word (laptop) or to draw in four steps (four-steps)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from darkroom.quickstart import TOY, quickstart
 from darkroom.quickstart.shapes import draw, scenes
 from darkroom.recipe import read_recipe
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "laptop.yaml"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RECIPE = RECIPES / "laptop.yaml"
 
 
 def run(*arguments: str) -> int:
@@ -56,3 +57,21 @@ def test_the_quickstarts_model_learns_a_word(tmp_path, monkeypatch):
         run("train", str(RECIPE), "data.instance=photos/", "data.filter=null", *short, "--out", "runs/mine")
         == 0
     )
+
+
+@pytest.mark.nightly
+def test_the_quickstarts_model_learns_to_draw_in_four_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    quickstart("quickstart", scale=TOY, quiet=True)
+    short = ["train.steps=4", "train.global_batch=2", "checkpoint.every=2", "sample.every=4"]
+    assert run("train", str(RECIPES / "four-steps.yaml"), *short) == 0
+    taught, made = "quickstart/runs/pretrain/model", "runs/four-steps/model"
+    weights = [models.load(folder).unet.state_dict() for folder in (taught, made)]
+    assert any(not weights[0][name].equal(one) for name, one in weights[1].items())
+    said = ["--steps", "4", "--guidance", "1", "--solver", "lcm"]
+    drawn = {}
+    for name, more in {"unasked": [], "said": said, "fewer": ["--steps", "2"]}.items():
+        asked = ["a red star on a blue background", "--seed", "3", *more, "--out", name]
+        assert run("generate", made, *asked) == 0
+        drawn[name] = Image.open(next(Path(name).glob("*.png"))).tobytes()
+    assert drawn["unasked"] == drawn["said"] != drawn["fewer"]

@@ -215,6 +215,22 @@ def test_merge_keys_are_merged(recipe_file):
         read_recipe(recipe_file)
 
 
+@pytest.mark.parametrize("task", ["finetune", "lora", "distill"])
+@pytest.mark.parametrize(
+    ("overrides", "averages"),
+    [
+        ((), False),
+        (("train.ema.decay=0.99",), True),
+        (("train.ema.every=2",), True),
+        (("train.ema.decay=0.99", "train.ema.enabled=false"), False),
+    ],
+)
+def test_who_says_how_weights_are_averaged_gets_an_average(recipe_file, task, overrides, averages):
+    recipe_file.write_text(GOOD.replace("pretrain", task))
+    more = ["objective.distill.method=dmd2"] if task == "distill" else []
+    assert read_recipe(recipe_file, [*more, *overrides]).train.ema.enabled is averages
+
+
 LONG = "optim: {lr: 1e-4, warmup_steps: 200}\ntrain: {steps: 9000, ema: {start_step: 500}}\n"
 
 

@@ -20,7 +20,10 @@ from darkroom.recipe.fine_tuning import FINE_TUNING
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(ROOT.glob("recipes/*.yaml")) + sorted(ROOT.glob("src/darkroom/quickstart/*.yaml"))
-FINE = [path for path in RECIPES if read_recipe(path).task in FINE_TUNING and path.stem != "laptop"]
+OF_THE_QUICKSTART = {"laptop", "four-steps"}
+FINE = [
+    path for path in RECIPES if read_recipe(path).task in FINE_TUNING and path.stem not in OF_THE_QUICKSTART
+]
 FULL = [path for path in RECIPES if path.stem.startswith("sd") and read_recipe(path).task == "pretrain"]
 WORDS = "a photo of sks dog, a house by the sea, a portrait of an old man"
 

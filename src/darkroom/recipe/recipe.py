@@ -542,7 +542,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 # ---- what a task sets by default
 
 
-_SHORT_RUN = "the average of so short a run lags behind it"
+_SHORT_RUN = "the average of so short a run lags behind it; true where another key of train.ema is given"
 _OWN: dict[str, tuple[rules.Default, ...]] = {
     "finetune": (
         ("optim.lr", 1e-5, "all weights, learned long before: small steps"),
@@ -588,10 +588,12 @@ _EXTRACTOR: tuple[rules.Default, ...] = (
     ("optim.lr", 2e-3, "a small network from random weights"),
 )
 _TINY_VAE: tuple[rules.Default, ...] = (("optim.lr", 5e-4, "a small network from random weights"),)
-_ALL_FINE_TUNING: tuple[rules.Default, ...] = (
-    ("train.ema.enabled", False, _SHORT_RUN),
-    ("data.encode", "auto", "latents are made once where pictures are always cut alike"),
+_ENCODED: rules.Default = (
+    "data.encode",
+    "auto",
+    "latents are made once where pictures are always cut alike",
 )
+_UNAVERAGED: rules.Default = ("train.ema.enabled", False, _SHORT_RUN)
 _SCHEDULE_FREE: rules.Default = ("train.ema.enabled", False, "schedule-free averages by itself")
 
 
@@ -613,7 +615,9 @@ def defaults_of(content: Mapping[str, Any]) -> Iterator[rules.Default]:
         yield from _distill(content)
     if isinstance(task, str) and task in FINE_TUNING:
         yield from _OWN[task]
-        yield from _ALL_FINE_TUNING
+        yield _ENCODED
+        if not _ema_of(content):  # who says how weights are averaged wants them averaged
+            yield _UNAVERAGED
     if task == "extractor":
         yield from _EXTRACTOR
     if task == "tiny-vae":
@@ -628,13 +632,18 @@ def _distill(content: Mapping[str, Any]) -> Iterator[rules.Default]:
     objective = content.get("objective")
     settings = objective.get("distill") if isinstance(objective, dict) else None
     given = settings if isinstance(settings, dict) else {}
-    train = content.get("train")
-    ema = train.get("ema") if isinstance(train, dict) else None
-    if isinstance(ema, dict) and ema.get("enabled") is False:
+    if _ema_of(content).get("enabled") is False:
         return
     if given.get("method", "lcm") == "lcm" and given.get("target") != "student":
         yield "train.ema.enabled", True, "its averaged weights are what LCM's student learns from"
         yield "train.ema.decay", 0.95, "as LCM's paper has it"
+
+
+def _ema_of(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is said of averaged weights."""
+    train = content.get("train")
+    ema = train.get("ema") if isinstance(train, dict) else None
+    return ema if isinstance(ema, dict) else {}
 
 
 def _lion(content: Mapping[str, Any]) -> Iterator[rules.Default]:
