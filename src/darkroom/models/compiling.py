@@ -9,8 +9,11 @@ blocks, which see no marks, run as they are for further sizes, and that is logge
 from __future__ import annotations
 
 import logging
+import struct
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +32,7 @@ Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 def compile_blocks(module: nn.Module, mode: str | None = None, backend: str = "inductor") -> int:
     """Compile each block of a denoiser by itself, in place; returns how many. The rest runs as it is."""
-    _make_room()
+    _prepare()
     blocks = blocks_in_order(module)
     for block in blocks:
         block.compile(fullgraph=True, dynamic=False, mode=mode, backend=backend)
@@ -57,16 +60,47 @@ def _turn(name: str) -> tuple[int, ...]:
 
 def compile_whole(module: nn.Module, mode: str | None = None, backend: str = "inductor") -> None:
     """Compile a module as one, in place, with static shapes."""
-    _make_room()
+    _prepare()
     module.compile(dynamic=False, mode=mode, backend=backend)
 
 
-def _make_room() -> None:
-    """Dynamo counts its graphs by the code that they are of, which all blocks of a class share."""
+def _prepare() -> None:
+    """Room for all graphs, which Dynamo counts by their code: the blocks of a class share it."""
+    remove_half_libraries()
     config: Any = torch._dynamo.config
     most = MOST_SHAPES * KINDS_OF_A_BLOCK
     config.recompile_limit = max(config.recompile_limit, most)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 2 * most)
+
+
+def remove_half_libraries() -> None:
+    """Remove what a compiler that was killed left half written in Inductor's cache: every later process would
+    fail on it. What another process is writing is locked, and stays.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch.utils._filelock import FileLock
+
+    folder = Path(cache_dir())
+    for library in folder.glob("*/*.so"):
+        with suppress(OSError):  # it is gone by now, or another's, or locked (TimeoutError)
+            if not _is_whole(library):
+                lock = folder / "locks" / f"{library.name.partition('.')[0]}.lock"
+                with FileLock(str(lock), timeout=0):
+                    if not _is_whole(library):
+                        library.unlink()
+                        LOG.warning("%s was left half written: it is compiled anew", library)
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library (ELF of 64 bits) reaches to the end of its table of sections, which stands last."""
+    with library.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or not header.startswith(b"\x7fELF"):
+        return False
+    (start,), (size, number) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    return bool(start) and library.stat().st_size >= start + size * number
 
 
 class Compiled:
@@ -78,7 +112,7 @@ class Compiled:
         self._static: Any = torch.compile(module, dynamic=False, mode=mode, backend=backend)
         self._open: Any = torch.compile(module, mode=mode, backend=backend)
         self._said = False
-        _make_room()
+        _prepare()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
