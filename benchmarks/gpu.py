@@ -429,7 +429,7 @@ def main() -> None:
     check_words(parser, asked)
     chosen = [case for case in CASES if not asked.case or case.name in asked.case]
     if asked.tiny:  # on a CPU that others use too
-        chosen = [replace(case, about_s=5 * case.about_s) for case in chosen]
+        chosen = [replace(case, about_s=20 * case.about_s) for case in chosen]
     over = done_in([*asked.after, *([asked.out] if asked.out else [])])
     if asked.again:
         over = {name: how for name, how in over.items() if how.startswith("done") and " failed," not in how}

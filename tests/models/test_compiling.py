@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._filelock import FileLock
 
 from darkroom import models
 from darkroom.measure.pretraining import SwitchedStep
@@ -191,3 +196,71 @@ def test_nor_does_a_step_of_an_adapter():
         found.append(graphs())
     assert found[0] == found[1] > 0
     assert not counters["graph_break"]
+
+
+SINE = """
+import torch
+from darkroom.models.compiling import compile_whole
+class Sine(torch.nn.Module):
+    def forward(self, x):
+        return (2 * x + 1).sin()
+x = torch.linspace(0, 1, 64, requires_grad=True)
+wanted, module = Sine()(x), Sine()
+torch.set_grad_enabled(True)
+if {mends}:
+    compile_whole(module)
+else:
+    module.compile(dynamic=False)
+made = module(x)
+assert torch.allclose(made, wanted)
+(found,) = torch.autograd.grad(made.sum(), x)
+assert torch.allclose(found, 2 * (2 * x + 1).cos())
+"""
+
+
+def sine(folder: Path, *, mends: bool = True) -> subprocess.CompletedProcess[str]:
+    """A process that compiles a module, forwards and backwards, with this folder as Inductor's cache."""
+    return subprocess.run(
+        [sys.executable, "-c", SINE.format(mends=mends)],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="libraries in ELF are Linux's")
+def test_what_a_killed_compiler_left_half_written_is_compiled_anew(tmp_path):
+    assert sine(tmp_path).returncode == 0
+    libraries = list(tmp_path.glob("*/*.main.so"))
+    assert len(libraries) == 2  # of each way one
+    for cut in (1, libraries[0].stat().st_size - 100):  # bytes that are missing
+        for library in libraries:
+            library.write_bytes(library.read_bytes()[:-cut])
+        mended = sine(tmp_path)
+        assert mended.returncode == 0, mended.stderr
+        assert mended.stderr.count("was left half written") == 2
+    again = sine(tmp_path)
+    assert (again.returncode, again.stderr.count("half written")) == (0, 0)
+    for library in libraries:
+        library.write_bytes(b"")
+    assert "file too short" in sine(tmp_path, mends=False).stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="libraries in ELF are Linux's")
+def test_whole_libraries_and_those_being_written_stay(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "locks").mkdir()
+    whole, half, written = (tmp_path / "ab" / f"{name}.main.so" for name in ("whole", "half", "written"))
+    whole.write_bytes(Path(torch._C.__file__).read_bytes())
+    for library in (half, written):
+        library.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    with FileLock(str(tmp_path / "locks" / "written.lock")):
+        compiling.remove_half_libraries()
+    assert [library.exists() for library in (whole, half, written)] == [True, False, True]
+    compiling.remove_half_libraries()
+    assert not written.exists()
+    assert whole.exists()
+    assert caplog.text.count("was left half written") == 2
