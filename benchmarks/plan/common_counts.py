@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 DRAWN = (("sd15", 512), ("sd2", 512), ("sd2", 768), ("sdxl", 1024), ("tiny", 64))
 PREPARED = (("sd15", 512), ("sd2", 512), ("sdxl", 1024))
-ON_CPU = ("laptop", "emoji", "emoji-autoencoder", "sd15-lora")
+ON_CPU = ("laptop", "four-steps", "emoji", "emoji-autoencoder", "sd15-lora")
 UNPLANNED = ("extractor",)
 WARM_UP = ["recipes/sd15-lora.yaml", "--gpu", "A10G"]
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from darkroom.hardware.system import remove_file
+
 LOG = logging.getLogger("darkroom.models")
 MOST_SHAPES = 16
 BLOCKS = ("BasicTransformerBlock", "ResnetBlock2D", "DiTBlock")
@@ -89,7 +91,7 @@ def remove_half_libraries() -> None:
                 lock = folder / "locks" / f"{library.name.partition('.')[0]}.lock"
                 with FileLock(str(lock), timeout=0):
                     if not _is_whole(library):
-                        library.unlink()
+                        remove_file(library)
                         LOG.warning("%s was left half written: it is compiled anew", library)
 
 
