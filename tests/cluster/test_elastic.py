@@ -162,8 +162,8 @@ def test_a_drained_node_is_left_before_it_goes(head, recipe, tmp_path):
                 head.remove_node(node)
     assert "workers were lost" not in "".join(driver.said)
     told = "".join(driver.said).partition("about to be taken away")[2]
-    # Where the drained node is counted, Ray waits for room on it and takes none elsewhere meanwhile.
-    assert not re.search(r"waiting for 1 workers .* free: 2 of 2 CPUs", told), told
+    # Where the drained node is counted, Ray waits for room on it and leaves the other's free meanwhile.
+    assert not re.search(r"waiting for 1 workers .* free: [1-9]", told), told
     trained(recipe, tmp_path / "calm", f"train.steps={step + 20}", "train.log_every=1")
     mine, calm = losses(out), losses(tmp_path / "calm")
     logged = [k for k in mine if k <= step + 20]
