@@ -371,7 +371,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad @ ctx.layer.made(grad.dtype), None
+        weight = ctx.layer.made(grad.dtype)
+        # As PyTorch's own: a batched product, which `grad @ weight` may be, sums in another order.
+        made = grad.reshape(-1, grad.shape[-1]) @ weight
+        return made.view(*grad.shape[:-1], weight.shape[1]), None
 
 
 class _Conv2d(torch.autograd.Function):
