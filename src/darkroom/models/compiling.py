@@ -67,15 +67,17 @@ def compile_whole(module: nn.Module, mode: str | None = None, backend: str = "in
 
 
 def _prepare() -> None:
-    """Room for all graphs, which Dynamo counts by their code: the blocks of a class share it."""
-    remove_half_libraries()
+    """A cache without broken libraries, and room for all graphs: Dynamo counts them by their code, which the
+    blocks of a class share.
+    """
+    _remove_half_libraries()
     config: Any = torch._dynamo.config
     most = MOST_SHAPES * KINDS_OF_A_BLOCK
     config.recompile_limit = max(config.recompile_limit, most)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 2 * most)
 
 
-def remove_half_libraries() -> None:
+def _remove_half_libraries() -> None:
     """Remove what a compiler that was killed left half written in Inductor's cache: every later process would
     fail on it. What another process is writing is locked, and stays.
     """
