@@ -67,8 +67,8 @@ def compile_whole(module: nn.Module, mode: str | None = None, backend: str = "in
 
 
 def _prepare() -> None:
-    """A cache without broken libraries, and room for all graphs: Dynamo counts them by their code, which the
-    blocks of a class share.
+    """Remove broken libraries, and raise Dynamo's limits: it counts graphs by their code, which the blocks of
+    a class share.
     """
     _remove_half_libraries()
     config: Any = torch._dynamo.config
