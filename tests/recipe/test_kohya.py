@@ -29,6 +29,7 @@ from darkroom.recipe.kohya_options import (
     TIMES,
     table,
 )
+from darkroom.recipe.objective import LossSettings
 from darkroom.recipe.recipe import read_sweep
 from darkroom.recipe.reference import find_keys
 from darkroom.train.run import train
@@ -177,6 +178,10 @@ adaptive_noise_scale = 0.01
 ip_noise_gamma_random_strength = true
 multires_noise_iterations = 0
 multires_noise_discount = 0
+huber_c = 0.3
+huber_schedule = "exponential"
+keep_tokens = 2
+token_warmup_min = 3
 min_snr_gamma = 0
 scale_v_pred_loss_like_noise_pred = true
 v_parameterization = true
@@ -194,6 +199,10 @@ network_train_text_encoder_only = true
     assert (data.keep_tokens_separator, data.secondary_separator) == ("|||", ";;;")
     assert (noise.offset, noise.offset_random_strength, noise.adaptive_scale) == (0.05, True, 0.01)
     assert (noise.perturbation, noise.perturbation_random_strength) == (0, False)  # passed by there too
+    assert recipe.objective.loss == LossSettings()  # so are these, without what they belong to
+    assert (data.keep_tokens, data.token_warmup_min) == (0, 1)
+    shuffled = read(tmp_path, text + 'shuffle_caption = true\nloss_type = "huber"\n')
+    assert (shuffled.data.keep_tokens, shuffled.objective.loss.huber_c) == (2, 0.3)
     assert recipe.objective.min_snr_gamma is None
     assert recipe.objective.scale_v_pred_loss_like_noise_pred
     assert recipe.adapter is not None

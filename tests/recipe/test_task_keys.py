@@ -23,6 +23,7 @@ OTHER_PICTURES: dict[str, dict[str, Any]] = {
 SOURCES = ("store", "stores", "folder", "instance", "sets")
 NEEDS: dict[tuple[str, ...], dict[str, Any]] = {
     ("data.num_class_images", "data.class_images", "data.prior_weight"): {"data.class_prompt": "a dog"},
+    ("data.augment.share",): {"data.encode": "inline", "data.augment.hue": 0.1},
     ("data.crop", "data.flip", "data.augment"): {"data.encode": "inline"},
     ("objective.unmasked_weight",): {"data.mask": "mask"},
     ("adapter.conv_rank", "adapter.conv_alpha"): {"adapter.targets": "conv"},
@@ -34,6 +35,18 @@ NEEDS: dict[tuple[str, ...], dict[str, Any]] = {
     },
     ("objective.noise.offset_random_strength", "objective.noise.adaptive_scale"): {
         "objective.noise.offset": 0.1
+    },
+    ("model.vocab_size", "model.max_length"): {"model.tokenizer": "train"},
+    ("data.keep_tokens_",): {},
+    ("data.keep_tokens",): {"data.shuffle_tags": True},
+    ("data.token_warmup_min",): {"data.token_warmup_steps": 5},
+    ("objective.loss.huber_",): {"objective.loss.type": "huber", "objective.loss.huber_schedule": "constant"},
+    ("objective.timesteps.mode_scale",): {"objective.timesteps.distribution": "mode"},
+    ("objective.extractor.label",): {"objective.extractor.loss": "classifier"},
+    ("optim.final_lr_ratio",): {"optim.lr_schedule": "cosine"},
+    ("evaluate.scores", "evaluate.extractors", "evaluate.num"): {
+        "data.holdout": 0.1,
+        "evaluate.every_images": 100,
     },
     ("objective.noise.multires_discount",): {"objective.noise.multires_iterations": 2},
     ("objective.noise.perturbation_random_strength",): {"objective.noise.perturbation": 0.1},
@@ -129,3 +142,47 @@ def test_a_key_is_read_or_refused(section: str) -> None:
             if ("" in refusals) is not (task in readers):
                 wrong.append((one.key, task, task in readers, refusals[:2]))
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("task", "key", "value"),
+    [
+        ("pretrain", "model.vocab_size", 900),
+        ("pretrain", "model.max_length", 30),
+        ("pretrain", "data.augment.share", 0.5),
+        ("pretrain", "data.keep_tokens", 2),
+        ("pretrain", "data.token_warmup_min", 3),
+        ("pretrain", "objective.loss.huber_c", 0.3),
+        ("pretrain", "objective.loss.huber_schedule", "constant"),
+        ("pretrain", "objective.loss.huber_scale", 2.0),
+        ("pretrain", "objective.timesteps.mode_scale", 0.5),
+        ("pretrain", "objective.noise.multires_discount", 0.5),
+        ("pretrain", "optim.text_encoder_lr", 1e-5),
+        ("pretrain", "optim.text_encoder_2_lr", 1e-5),
+        ("lora", "optim.text_encoder_steps", 5),
+        ("pretrain", "optim.final_lr_ratio", 0.1),
+        ("pretrain", "evaluate.scores", ["fid"]),
+        ("pretrain", "evaluate.extractors", {"all": "x"}),
+        ("pretrain", "evaluate.num", 8),
+        ("extractor", "objective.extractor.label", "kind"),
+    ],
+)
+def test_a_key_is_refused_without_what_it_belongs_to(task: str, key: str, value: object) -> None:
+    with pytest.raises(RecipeError, match=f"^{re.escape(key)}: given, but nothing reads it; allowed: with "):
+        make_recipe(content_of(task, {key: value}))
+    needs = next(needs for keys, needs in NEEDS.items() if key.startswith(keys))
+    left_out = "adapter." if task != "lora" else "model.train_text"
+    needs = {name: one for name, one in needs.items() if not name.startswith(left_out)}
+    make_recipe(content_of(task, {**needs, key: value}))
+
+
+def test_other_losses_have_no_threshold() -> None:
+    settings = {"objective.loss.type": "huber", "objective.loss.huber_scale": 2.0}
+    with pytest.raises(RecipeError, match="huber_scale: given, but .*huber_schedule=constant"):
+        make_recipe(content_of("pretrain", settings))
+    dmd2 = {"objective.distill.method": "dmd2", "objective.distill.huber_c": 0.1}
+    with pytest.raises(RecipeError, match=r"distill\.huber_c: given, but nothing reads it"):
+        make_recipe(content_of("distill", dmd2))
+    classes = {"objective.extractor.loss": "classifier", "objective.extractor.label": "kind"}
+    with pytest.raises(RecipeError, match="caption_weight: given, but .*extractor.loss=contrastive"):
+        make_recipe(content_of("extractor", {**classes, "objective.extractor.caption_weight": 0.5}))

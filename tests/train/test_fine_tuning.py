@@ -419,6 +419,8 @@ def test_masks_beside_pictures_and_in_their_transparency(base: Path, photos: Pat
     assert mask.mean().item() == pytest.approx(0.6, abs=0.08)
     with pytest.raises(RecipeError, match="no picture in .* is transparent anywhere"):
         quietly(recipe_for("dreambooth-lora", base, photos, "data.mask=alpha"), tmp_path / "opaque")
+    with pytest.raises(RecipeError, match="unmasked_weight: given, but there are no masks"):
+        quietly(recipe_for("dreambooth-lora", base, photos, "objective.unmasked_weight=0.2"), tmp_path / "no")
 
 
 def test_cached_latents_and_states_give_the_losses_of_inline_ones(
@@ -470,7 +472,7 @@ REFUSED = [
         r"data: store and folder are both given; allowed: one of them",
     ),
     ("pretrain", (), r"data.folder: a folder with the task pretrain; import it into a store first"),
-    ("lora", ("optim.text_encoder_lr=1e-5",), r"text_encoder_lr: given, but .*set adapter.text_encoder=true"),
+    ("lora", ("optim.text_encoder_lr=1e-5",), r"text_encoder_lr: given, but .*or adapter.text_encoder"),
     (
         "lora",
         ("optim.fused_backward=true", "optim.clip_norm=1"),

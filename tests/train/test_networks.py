@@ -399,7 +399,7 @@ REFUSED = [
     (("adapter.conv_rank=4",), "conv_rank or conv_alpha with targets attention; use targets conv"),
     (("adapter.kind=full", "parallel.mode=fsdp"), "fsdp with adapter.kind=full; allowed: none or ddp"),
     (("adapter.kind=lokr", "optim.loraplus_lr_ratio=16"), "there is no second matrix"),
-    (("optim.text_encoder_steps=3",), "text_encoder_steps: given, but the text encoder is not trained"),
+    (("optim.text_encoder_steps=3",), "text_encoder_steps: given, but nothing reads it"),
     (("optim.name=prodigy", "optim.unet_lr=0.5"), "unet_lr: given, but Prodigy has one rate for all"),
     (("optim.layers=[{match: a, start_step: 4, stop_step: 2}]",), "stop_step 2 is not after start_step 4"),
     (("adapter.form=x",), "adapter.form: no such key; allowed: kind, from, .*did you mean 'from'"),

@@ -41,7 +41,7 @@ def check_adapter(
     """Where an adapter and the other sections exclude each other."""
     _check_use(task, adapter, model, parallel)
     _check_start(task, adapter, data, parallel)
-    _check_text_rates(task, adapter, model, optim)
+    _check_loraplus(adapter, optim)
     _check_norms(adapter, optim)
 
 
@@ -86,18 +86,8 @@ def _check_start(
         )
 
 
-def _check_text_rates(
-    task: str, adapter: AdapterSettings | None, model: ModelSettings, optim: OptimSettings
-) -> None:
-    """Rates of what is not trained."""
-    trains_text = model.train_text_encoder or (adapter is not None and adapter.text_encoder)
-    of_text = ("text_encoder_lr", "text_encoder_2_lr", "text_encoder_steps")
-    rate = next((name for name in of_text if getattr(optim, name) is not None), None)
-    if rate and not trains_text and task in FINE_TUNING:
-        key = "model.train_text_encoder" if adapter is None else "adapter.text_encoder"
-        raise RecipeError(
-            f"optim.{rate}", "given, but the text encoder is not trained", mend=f"set {key}=true"
-        )
+def _check_loraplus(adapter: AdapterSettings | None, optim: OptimSettings) -> None:
+    """A rate of what the adapter does not have."""
     if optim.loraplus_lr_ratio is not None and (adapter is None or adapter.kind != "lora"):
         raise RecipeError(
             "optim.loraplus_lr_ratio",

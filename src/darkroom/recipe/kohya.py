@@ -50,6 +50,7 @@ from darkroom.recipe.kohya_options import (
     read_table,
     read_whole,
 )
+from darkroom.recipe.objective import HUBER
 
 
 @dataclass
@@ -75,9 +76,12 @@ class RecipeDraft:
         self.put("optim.layers", [*rules, *self.content.get("optim", {}).get("layers", [])])
 
     def drop(self, key: str) -> None:
-        """Take a key of a section out, if it is there."""
-        section, _, name = key.partition(".")
-        self.content.get(section, {}).pop(name, None)
+        """Take a key out, if it is there."""
+        *parents, last = key.split(".")
+        inner = self.content
+        for parent in parents:
+            inner = inner.get(parent, {})
+        inner.pop(last, None)
 
 
 def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
@@ -102,7 +106,6 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
         _network(read, given)
     _text_rates(read, given, adapts=adapts)
     _clip_skip(read)
-    _noise(read)
     _sets(read, given, file.parent)
     if read.content.get("data", {}).get("augment", {}).get("hue"):
         read.put("data.augment.gamma", 0.05)
@@ -112,6 +115,7 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     _optimiser(read, given)
     if prompts := given.get("sample_prompts"):
         read.put("sample.prompts", list(_prompts(read, _near(file.parent, prompts))))
+    _unread(read)
     if read.unknown:
         read.notes.append(f"not known here and left out: {', '.join(sorted(read.unknown))}")
     return read.content, read.notes
@@ -213,17 +217,25 @@ def _steps_of(folder: Path) -> int:
     return int(named[1]) if named else 0
 
 
-def _noise(read: RecipeDraft) -> None:
-    """sd-scripts pass by how a noise varies that is not there."""
+def _unread(read: RecipeDraft) -> None:
+    """sd-scripts pass by what belongs to something that is not there."""
     noise = read.content.get("objective", {}).get("noise", {})
-    for of, more in (
-        ("offset", ("offset_random_strength", "adaptive_scale")),
-        ("perturbation", ("perturbation_random_strength",)),
-        ("multires_iterations", ("multires_discount",)),
-    ):
-        if not noise.get(of):
-            for name in more:
-                noise.pop(name, None)
+    loss = read.content.get("objective", {}).get("loss", {})
+    data = read.content.get("data", {})
+    deals_tags = any(data.get(name) for name in ("shuffle_tags", "tag_dropout", "token_warmup_steps"))
+    lost = [
+        *([] if noise.get("offset") else ["noise.offset_random_strength", "noise.adaptive_scale"]),
+        *([] if noise.get("perturbation") else ["noise.perturbation_random_strength"]),
+        *([] if noise.get("multires_iterations") else ["noise.multires_discount"]),
+        *([] if loss.get("type") in HUBER else [f"loss.huber_{name}" for name in ("c", "schedule", "scale")]),
+        *(["loss.huber_scale"] if loss.get("huber_schedule", "snr") == "snr" else []),
+    ]
+    for name in lost:
+        read.drop(f"objective.{name}")
+    if not deals_tags:
+        read.drop("data.keep_tokens")
+    if not data.get("token_warmup_steps"):
+        read.drop("data.token_warmup_min")
 
 
 def _caption_dropout(read: RecipeDraft, given: Mapping[str, Any]) -> None:

@@ -205,9 +205,13 @@ TABLE: dict[str, KohyaOption] = {
     "fused_backward_pass": KohyaOption("optim.fused_backward"),
     "max_grad_norm": KohyaOption("optim.clip_norm", lambda norm: norm or None, "0 is null"),
     "loss_type": KohyaOption("objective.loss.type", read_choice("loss_type", LOSSES)),
-    "huber_c": KohyaOption("objective.loss.huber_c"),
-    "huber_schedule": KohyaOption("objective.loss.huber_schedule"),
-    "huber_scale": KohyaOption("objective.loss.huber_scale"),
+    "huber_c": KohyaOption("objective.loss.huber_c", note="of huber and smooth_l1, else left out"),
+    "huber_schedule": KohyaOption(
+        "objective.loss.huber_schedule", note="of huber and smooth_l1, else left out"
+    ),
+    "huber_scale": KohyaOption(
+        "objective.loss.huber_scale", note="of constant and exponential, else left out"
+    ),
     "min_snr_gamma": KohyaOption("objective.min_snr_gamma", lambda gamma: gamma or None, "0 is null"),
     "debiased_estimation_loss": KohyaOption("objective.debiased_estimation"),
     "scale_v_pred_loss_like_noise_pred": KohyaOption("objective.scale_v_pred_loss_like_noise_pred"),
@@ -222,7 +226,9 @@ TABLE: dict[str, KohyaOption] = {
         "objective.noise.adaptive_scale", lambda scale: scale or None, "0 is null"
     ),
     "multires_noise_iterations": KohyaOption("objective.noise.multires_iterations"),
-    "multires_noise_discount": KohyaOption("objective.noise.multires_discount"),
+    "multires_noise_discount": KohyaOption(
+        "objective.noise.multires_discount", note="with multires_noise_iterations, else left out"
+    ),
     "ip_noise_gamma": KohyaOption("objective.noise.perturbation"),
     "ip_noise_gamma_random_strength": KohyaOption(
         "objective.noise.perturbation_random_strength", note="likewise"
@@ -236,13 +242,15 @@ TABLE: dict[str, KohyaOption] = {
     "max_token_length": KohyaOption("data.max_token_length", whole("max_token_length")),
     "weighted_captions": KohyaOption("data.weighted_captions"),
     "shuffle_caption": KohyaOption("data.shuffle_tags"),
-    "keep_tokens": KohyaOption("data.keep_tokens"),
+    "keep_tokens": KohyaOption(
+        "data.keep_tokens", note="with shuffled, dropped or growing tags, else left out"
+    ),
     "keep_tokens_separator": KohyaOption("data.keep_tokens_separator"),
     "secondary_separator": KohyaOption("data.secondary_separator"),
     "caption_dropout_rate": KohyaOption("data.caption_dropout"),
     "caption_tag_dropout_rate": KohyaOption("data.tag_dropout"),
     "token_warmup_step": KohyaOption("data.token_warmup_steps"),
-    "token_warmup_min": KohyaOption("data.token_warmup_min"),
+    "token_warmup_min": KohyaOption("data.token_warmup_min", note="with token_warmup_step, else left out"),
     "caption_prefix": KohyaOption(
         "data.caption_prefix", lambda text: f"{text} " if text else "", "and a space, as there"
     ),

@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from darkroom.evaluate.settings import SmallSettings
 
+HUBER = ("huber", "smooth-l1")
+"""Losses with a threshold."""
+
 
 class LossSettings(BaseModel):
     """How far an answer is from its target."""

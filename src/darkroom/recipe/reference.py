@@ -15,7 +15,7 @@ from typing import Any, get_args
 from darkroom.errors import InputError
 from darkroom.recipe.recipe import Recipe, defaults_of
 from darkroom.recipe.sections import OptimSettings, Task
-from darkroom.recipe.task_keys import TASKS, tasks_of
+from darkroom.recipe.task_keys import TASKS, others_of, tasks_of
 
 REQUIRED = "required"
 _LIMITS = (
@@ -105,6 +105,7 @@ class RecipeKey:
     required: bool
     allowed: str
     tasks: tuple[str, ...]
+    needs: tuple[str, ...]
     description: str
     other_defaults: tuple[OtherDefault, ...]
 
@@ -116,6 +117,8 @@ class RecipeKey:
         yield f"    {self.description}"
         if self.tasks != TASKS:
             yield f"    tasks: {_tasks(self.tasks)}"
+        if self.needs:
+            yield f"    read with: {' and '.join(self.needs)}"
         for other in self.other_defaults:
             yield f"    with {other.when}: {shown(other.value)}" + (f" ({other.why})" if other.why else "")
 
@@ -183,7 +186,8 @@ darkroom recipe --json              # all of them, for machines
 A key is set in the recipe's YAML, or on the command line as `KEY=VALUE`. A list's keys, such as \
 `phases[].lr`, are set in YAML.
 
-A task refuses a value other than the default of a key that it does not read.
+A recipe is refused for a key that nothing in it reads: one that its task does not read, or one that is read \
+only with another key that is not there. The default of such a key may be written.
 
 To check a recipe in an editor, put this on its first line, with the path from the recipe to the schema:
 ```yaml
@@ -196,6 +200,7 @@ To check a recipe in an editor, put this on its first line, with the path from t
 def _row(one: RecipeKey) -> str:
     default = REQUIRED if one.required else f"`{shown(one.default)}`"
     meaning = [one.description.replace("<", "\\<")]
+    meaning += [f"read with {' and '.join(f'`{other}`' for other in one.needs)}"] if one.needs else []
     meaning += [
         f"`{other.when}`: `{shown(other.value)}`" + (f" ({other.why})" if other.why else "")
         for other in one.other_defaults
@@ -239,6 +244,7 @@ def _keys() -> Iterator[RecipeKey]:
                 required=field in found.get("required", ()),
                 allowed="; or ".join(filter(None, map(_allowed, options))),
                 tasks=tasks_of(key),
+                needs=tuple(others_of(key)),
                 description=its["description"],
                 other_defaults=tuple(_together(others.get(key, ()), its.get("default"))),
             )

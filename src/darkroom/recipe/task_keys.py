@@ -1,13 +1,16 @@
-"""Which tasks read which keys of a recipe: what the reference shows, and what is refused with the others."""
+"""Which keys of a recipe are read, by which tasks and with which other keys; the rest are refused."""
 
 from __future__ import annotations
 
-from typing import get_args
+from collections.abc import Iterator
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from darkroom.errors import RecipeError
+from darkroom.recipe.data import AugmentSettings
 from darkroom.recipe.fine_tuning import FINE_TUNING, SUBJECT_TASKS
+from darkroom.recipe.objective import HUBER
 from darkroom.recipe.sections import ADAPTER_TASKS, VAE_TASKS, Task
 
 TASKS: tuple[str, ...] = get_args(Task)
@@ -90,6 +93,40 @@ _OF: dict[str, tuple[str, ...]] = {
 """By key or section, of which the longest that a key begins with holds; without one all tasks read it."""
 
 
+_TAGS = "data.shuffle_tags|data.tag_dropout|data.token_warmup_steps"
+_COLOURS = "|".join(f"data.augment.{name}" for name in AugmentSettings.model_fields if name != "share")
+_FALLING = ("cosine", "cosine-with-restarts", "linear", "polynomial")
+_GROUPS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, ...]]], ...] = (
+    (("model.vocab_size", "model.max_length"), {"model.tokenizer": ("train",)}),
+    (("data.augment.share",), {_COLOURS: ()}),
+    (("data.keep_tokens",), {_TAGS: ()}),
+    (("data.token_warmup_min",), {"data.token_warmup_steps": ()}),
+    (("objective.loss.huber_c", "objective.loss.huber_schedule"), {"objective.loss.type": HUBER}),
+    (
+        ("objective.loss.huber_scale",),
+        {"objective.loss.type": HUBER, "objective.loss.huber_schedule": ("constant", "exponential")},
+    ),
+    (("objective.timesteps.mode_scale",), {"objective.timesteps.distribution": ("mode",)}),
+    (("objective.noise.multires_discount",), {"objective.noise.multires_iterations": ()}),
+    (("objective.extractor.label",), {"objective.extractor.loss": ("classifier",)}),
+    (("objective.extractor.caption_weight",), {"objective.extractor.loss": ("contrastive",)}),
+    (("objective.distill.huber_c",), {"objective.distill.method": ("lcm",)}),
+    (
+        ("optim.text_encoder_lr", "optim.text_encoder_2_lr", "optim.text_encoder_steps"),
+        {"model.train_text_encoder|adapter.text_encoder": ()},
+    ),
+    (("optim.final_lr_ratio",), {"optim.lr_schedule": _FALLING}),
+    (("evaluate.scores", "evaluate.extractors", "evaluate.num"), {"evaluate.every_images": ()}),
+)
+"""Keys that are read only where all of these others have one of the values; without values, where one of the
+others is given.
+
+Left out are what one recipe carries to other machines, such as `parallel.reduce` and `data.online`, and what
+several optimisers share.
+"""
+_WITH = {key: others for keys, others in _GROUPS for key in keys}
+
+
 def tasks_of(key: str) -> tuple[str, ...]:
     """The tasks that read a key, such as `objective.loss.type`, in the order of `Task`."""
     parts = key.replace("[]", "").split(".")
@@ -98,15 +135,39 @@ def tasks_of(key: str) -> tuple[str, ...]:
     return tuple(task for task in TASKS if task in found)
 
 
-def check_read(task: str, settings: BaseModel, path: str = "") -> None:
-    """RecipeError for a key that is not at its default and that the task does not read."""
-    for name, field in type(settings).model_fields.items():
-        value, key = getattr(settings, name), f"{path}{field.alias or name}"
-        if isinstance(value, BaseModel):
-            check_read(task, value, f"{key}.")
-        elif value != field.default and task not in (readers := tasks_of(key)):
+def others_of(key: str) -> list[str]:
+    """What else a key needs to be read, such as `objective.loss.type=huber|smooth-l1`."""
+    shown = {other.replace("|", " or "): "|".join(values) for other, values in _WITH.get(key, {}).items()}
+    return [f"{other}={values}" if values else other for other, values in shown.items()]
+
+
+def check_read(task: str, settings: BaseModel) -> None:
+    """RecipeError for a key that is not at its default and that nothing of this recipe reads."""
+    for key in _given(settings):
+        if task not in (readers := tasks_of(key)):
             raise RecipeError(
                 key,
                 f"given with the task {task}, which does not read it",
                 allowed=f"with {', '.join(readers)}",
             )
+        for (others, allowed), shown in zip(_WITH.get(key, {}).items(), others_of(key), strict=True):
+            values = [_value(settings, other) for other in others.split("|")]
+            if not (values[0] in allowed if allowed else any(values)):
+                raise RecipeError(key, "given, but nothing reads it", allowed=f"with {shown}")
+
+
+def _given(settings: BaseModel, path: str = "") -> Iterator[str]:
+    """The keys that are not at their defaults."""
+    for name, field in type(settings).model_fields.items():
+        value, key = getattr(settings, name), f"{path}{field.alias or name}"
+        if isinstance(value, BaseModel):
+            yield from _given(value, f"{key}.")
+        elif value != field.default:
+            yield key
+
+
+def _value(settings: Any, key: str) -> Any:
+    """A key's value; None in a section that is not there."""
+    for name in key.split("."):
+        settings = getattr(settings, name, None)
+    return settings

@@ -456,10 +456,15 @@ def _of_another(noted: Mapping[str, str], encoder: TextEncoder) -> bool:
 
 
 def stored_masks(data: DataSettings, store: Store, *, factor: int, floor: float) -> Masks | None:
-    """What reads the masks, where there are any; RecipeError for a column that is missing."""
+    """What reads the masks, where there are any; RecipeError for a column that is missing, or for a weight
+    `floor` of what masks leave out without any.
+    """
     given = data.mask
     column = COLUMN if has_own_store(data) and given in (None, "alpha") else given
     if column is None or (given is None and column not in store.columns()):
+        if floor:
+            mend = "put NAME.mask.png next to the pictures, or say data.mask"
+            raise RecipeError("objective.unmasked_weight", "given, but there are no masks", mend=mend)
         return None
     if column not in store.columns():
         raise RecipeError(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from darkroom.errors import RecipeError
 from darkroom.models.model import is_flow
+from darkroom.recipe.objective import HUBER
 from darkroom.recipe.sections import FlowSettings, LossSettings, ObjectiveSettings, TimestepSettings
 from darkroom.sample.choice import SD_SCHEDULE
 from darkroom.sample.schedule import Flow, Schedule
@@ -140,7 +141,6 @@ def _refuse_impossible(config: Mapping[str, Any]) -> None:
         )
 
 
-HUBER = ("huber", "smooth-l1")
 """Losses that have a threshold."""
 _PLAIN, _EVENLY = LossSettings(), TimestepSettings()
 
