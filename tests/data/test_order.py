@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import tracemalloc
+import warnings
 from collections import Counter
 from types import SimpleNamespace
 
@@ -73,6 +74,7 @@ def test_ranks_together_are_the_one_rank_batch(world_size: int) -> None:
         parts = [whole.rank(r, world_size) for r in range(world_size)]
         assert (np.concatenate([p.positions_B for p in parts]) == whole.positions_B).all()
         assert (np.concatenate([p.epochs_B for p in parts]) == whole.epochs_B).all()
+        assert {len(p) for p in parts} == {48 // world_size}
 
 
 def test_ranks_that_do_not_divide_the_batch_are_refused() -> None:
@@ -160,7 +162,7 @@ def test_two_billion_rows_start_at_once() -> None:
 
 
 @pytest.mark.parametrize("holdout", [0.1, 0.03, 7, 1, 50, 0.5])
-@pytest.mark.parametrize("total", [100, 101, 1999])
+@pytest.mark.parametrize("total", [100, 101, 149, 197, 1999])
 def test_holdout_is_disjoint_and_complete(holdout: float, total: int) -> None:
     train, held = Rows.of(total).split(holdout)
     train_positions, held_positions = (r.positions(np.arange(len(r))) for r in (train, held))
@@ -203,8 +205,9 @@ def test_an_impossible_holdout_is_refused(holdout: float) -> None:
 def test_empty_and_doubled_selections_are_refused() -> None:
     with pytest.raises(InputError, match="no row"):
         Order(np.array([], dtype=np.int64), seed=0, global_batch=4)
-    with pytest.raises(InputError, match="without doubles"):
-        Order(np.array([1, 1, 2]), seed=0, global_batch=4)
+    for wrong in (np.array([1, 1, 2]), np.array([[1, 2], [3, 4]]), np.array(3)):
+        with pytest.raises(InputError, match="without doubles"):
+            Order(wrong, seed=0, global_batch=4)
 
 
 def bucketed(**changes: int) -> BucketOrder:
@@ -281,6 +284,9 @@ def test_what_a_rows_side_holds_is_what_it_gives() -> None:
             given = set(rows.positions(np.arange(len(rows))).tolist())
             assert set(everywhere[:total][rows.holds(everywhere[:total])].tolist()) == given
         assert (train.others(), held.others()) == (held, train)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train.holds(everywhere)
     assert Rows.of(1000).holds(everywhere).all()
     assert not Rows.of(1000).others().holds(everywhere).any()
     assert len(Rows.of(1000).others()) == 0
@@ -303,6 +309,8 @@ def test_the_least_that_there_can_be() -> None:
         with pytest.raises(InputError, match="allowed"):
             Rows.of(100).split(given)
     assert [len(side) for side in Rows.of(100).split(2.0)] == [98, 2]
+    assert [len(side) for side in Rows.of(100).split(1.0)] == [99, 1]
+    assert Rows.of([SimpleNamespace(num_rows=7)]) == Rows.of(7)
     for given in ({"block_rows": 0}, {"window_blocks": 0}):
         with pytest.raises(ValueError, match="greater than 0"):
             OrderSettings(**given)

@@ -161,8 +161,6 @@ class Rows:
 
     def _strides(self, holdout: float | int) -> tuple[int, int]:
         if isinstance(holdout, float) and holdout < 1:
-            if holdout < 0:
-                raise InputError(f"holdout {holdout}", allowed="0 or more")
             stride = round(1 / holdout)
             return stride, -(-self.total // stride)
         if holdout != int(holdout) or holdout < 0:
