@@ -121,6 +121,9 @@ def test_a_grid_shows_every_pair(tmp_path: Path) -> None:
         (["--grid", "steps=1", "--num", "2"], "one prompt"),
         (["--prompts", "none.txt"], "and --prompts"),
         (["--format", "gif"], "allowed: png, jpeg, webp"),
+        (["--hires-upscaler", "lanczos"], "--hires-upscaler without --hires"),
+        (["--image-encoder", "clip"], "--image-encoder without --control"),
+        (["--variation-seed", "3"], "--variation-seed without --variation-strength"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -47,6 +47,13 @@ class PromptOptions:
         list[str] | None, typer.Option("--grid", help="NAME=A,B,C, given once or twice: a sheet of all pairs")
     ] = None
 
+    def check(self, asked: Mapping[str, Any]) -> None:
+        """InputError for a variation's seed alone, where neither lines nor axes can say how far it goes."""
+        alone = asked["variation_seed"] is not None and not asked["variation_strength"]
+        if alone and not self.prompts_file and not self.axes:
+            mend = "say how far, such as 0.3"
+            raise InputError("--variation-seed without --variation-strength", mend=mend)
+
 
 @dataclass(frozen=True)
 class LargerOptions:
@@ -61,9 +68,13 @@ class LargerOptions:
     ] = None
 
     def opened(self) -> tuple[Hires | None, Upscaler | None, Upscaler | None]:
-        """The second pass, the network between both, and the one at the end."""
+        """The second pass, the network between both, and the one at the end. InputError for an upscaler of a
+        second pass that is not asked for.
+        """
         from darkroom import models, sample
 
+        if self.hires is None and self.hires_upscaler != "latent":
+            raise InputError("--hires-upscaler without --hires", mend="say --hires 2, or --upscale FILE")
         last = models.read_upscaler(self.upscale) if self.upscale is not None else None
         is_file = self.hires_upscaler.endswith(".safetensors")
         between = models.read_upscaler(self.hires_upscaler) if is_file else None
@@ -95,6 +106,12 @@ class InputOptions:
         Path | None,
         typer.Option(help="a folder of textual inversions, used by their files' names in prompts"),
     ] = None
+
+    def check(self) -> None:
+        """InputError for what belongs to something that is not given."""
+        if self.image_encoder is not None and not self.control:
+            mend = "give the IP-Adapter: --control NET=PICTURE"
+            raise InputError("--image-encoder without --control", mend=mend)
 
     def ingredients(self, controls: Iterable[Control]) -> tuple[list[bytes], list[bytes]]:
         """The pictures that are drawn from, and those that controls read."""
@@ -189,6 +206,8 @@ def generate(
     """
     asked, compute = read_sampling(drawing), compute.checked()
     files.check()
+    given.check()
+    elsewhere.check(asked)
     if asked["solver"] is not None:
         options.parse_solver(asked["solver"])
     limit = None if compute.memory is None else options.parse_bytes(compute.memory)
