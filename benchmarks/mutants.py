@@ -43,7 +43,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src/darkroom"
 TERMINAL = os.dup(1)
 TESTS = {
-    "sample/solvers.py": ["sample/test_solvers.py", "sample/test_flow.py", "sample/test_schedules.py"],
+    "sample/solvers.py": [
+        "sample/test_solvers.py",
+        "sample/test_flow.py",
+        "sample/test_schedules.py",
+        "sample/test_from_pictures.py::test_image_to_image_is_diffusers",
+    ],
     "sample/denoise.py": [
         "sample/test_denoise.py",
         "sample/test_flow.py::test_rows_of_other_solvers_share_a_batch",
@@ -51,6 +56,7 @@ TESTS = {
         "sample/test_flow.py::test_a_guidance_interval_is_of_noise_over_picture",
         "sample/test_prompt_schedule.py::test_the_text_changes_between_the_steps",
         "sample/test_prompt_schedule.py::test_and_composes_predictions_by_weight_whoever_shares_the_batch",
+        "sample/test_from_pictures.py::test_inpainting_with_four_channels_is_diffusers",
         "sample/test_from_pictures.py::test_extra_channels_are_for_all_rows_of_a_batch",
         "sample/test_from_pictures.py::test_rows_from_pictures_and_from_noise_share_a_batch",
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import tracemalloc
 import warnings
@@ -196,9 +197,10 @@ def test_holdout_and_filter_compose() -> None:
     assert order.batch(0).positions_B.tolist() == train.positions(np.arange(len(train))).tolist()
 
 
-@pytest.mark.parametrize("holdout", [0.9, 80, -1, -0.1, 2.5])
+@pytest.mark.parametrize("holdout", [0.9, 80, -1, -0.1, 2.5, -5.0, math.nan, math.inf])
 def test_an_impossible_holdout_is_refused(holdout: float) -> None:
-    with pytest.raises(InputError, match="holdout"):
+    allowed = "a fraction" if holdout > 0 else "0 or more"
+    with pytest.raises(InputError, match=f"holdout .*allowed: {allowed}"):
         Rows.of(100).split(holdout)
 
 
@@ -278,7 +280,15 @@ def test_the_order_is_the_same_in_every_version() -> None:
 
 def test_what_a_rows_side_holds_is_what_it_gives() -> None:
     everywhere = np.arange(1100)
-    for total, holdout in [(1000, 0.05), (1003, 0.05), (1003, 7), (1000, 0.5), (1001, 0), (5, 0.001)]:
+    for total, holdout in [
+        (1000, 0.05),
+        (1003, 0.05),
+        (1003, 7),
+        (149, 50),
+        (1000, 0.5),
+        (1001, 0),
+        (5, 0.001),
+    ]:
         train, held = Rows.of(total).split(holdout)
         for rows in (train, held):
             given = set(rows.positions(np.arange(len(rows))).tolist())

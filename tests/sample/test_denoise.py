@@ -148,8 +148,11 @@ def test_rows_join_and_leave_between_steps() -> None:
 
 
 def test_a_stopped_loop_goes_on_where_it_was() -> None:
-    expected = run(mixed())
-    rows = mixed()
+    def made() -> list[Row]:
+        return [*mixed(), row(seed=9, guidance=5.0, guidance_interval=(0.5, 0.9))]
+
+    expected = run(made())
+    rows = made()
     steps: Iterator[Any] = denoise(CountingUnet(), rows)
     for _ in range(3):
         state = next(steps)

@@ -148,6 +148,8 @@ class Rows:
         evenly spread, but which ones changes when the store has grown. InputError when nothing would be
         left to train on.
         """
+        if not holdout >= 0:  # nor is NaN
+            raise InputError(f"holdout {holdout}", allowed="0 or more")
         if holdout == 0:
             return self, replace(self, held=True)
         stride, strata = self._strides(holdout)
@@ -163,7 +165,7 @@ class Rows:
         if isinstance(holdout, float) and holdout < 1:
             stride = round(1 / holdout)
             return stride, -(-self.total // stride)
-        if holdout != int(holdout) or holdout < 0:
+        if holdout % 1:  # as is infinity
             raise InputError(f"holdout {holdout}", allowed="a fraction below 1, or a whole number of rows")
         return self.total // int(holdout), int(holdout)
 
