@@ -75,6 +75,7 @@ def test_a_rows_time_does_not_depend_on_the_batch() -> None:
 def test_the_shift_follows_the_resolution() -> None:
     assert resolution_shift(64 * 64) == 2.0  # 512 px
     assert resolution_shift(128 * 128) == 4.0
+    assert resolution_shift(48 * 48) == 1.5
     assert resolution_shift(8 * 8) == 1.0
     assert resolved(pixels=64 * 64)["shift"] == 2.0
     assert resolved(pixels=64 * 64, flow=FlowSettings(shift=3.0))["shift"] == 3.0

@@ -171,6 +171,10 @@ def test_a_range_of_timesteps_is_drawn_evenly_and_nothing_else() -> None:
             {"weighting_scheme": "logit_normal", "logit_mean": -0.5, "logit_std": 0.8},
         ),
         ({"distribution": "mode", "mode_scale": 0.8}, {"weighting_scheme": "mode", "mode_scale": 0.8}),
+        (
+            {"distribution": "logit-normal"},
+            {"weighting_scheme": "logit_normal", "logit_mean": 0.0, "logit_std": 1.0},
+        ),
         ({"distribution": "uniform"}, {"weighting_scheme": "none"}),
     ],
 )

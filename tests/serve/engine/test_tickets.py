@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
+from types import SimpleNamespace
 
 import pytest
 
-from darkroom.serve.engine.tickets import Entry, FairQueue, LoadLimit, PendingPicture, admitted_after
+from darkroom.serve.engine.tickets import (
+    ENLARGE_COST,
+    NET_COST,
+    EngineJob,
+    Entry,
+    FairQueue,
+    LoadLimit,
+    PendingPicture,
+    Shape,
+    admitted_after,
+    preview_steps,
+)
+from darkroom.serve.request import PictureRequest
 
 
 def served(queue: FairQueue, count: int) -> list[Entry]:
@@ -128,6 +142,13 @@ def test_another_size_does_not_wait_for_this_ones_room_and_a_large_one_leaves_so
     drawn, waiting = [drawing(10)], [drawing(1), drawing(1, size=2), drawing(1, size=3, load=99.0)]
     assert admitted_after(drawn, waiting, 1.0, 3, 1.0) == [12.0, 0.0, 2.0]
     assert admitted_after(drawn, [drawing(1, size=2, load=99.0), drawing(1, size=2)], 1.0, 3, 1.0)[0] == 0.0
+
+
+def test_turns_go_round_in_the_order_in_which_keys_came():
+    queue = FairQueue()
+    for key in "abcabcabc":
+        queue.push(Entry(key, key, 64, 1.0))
+    assert "".join(entry.key for entry in served(queue, 9)) == "abcabcabc"
 
 
 def test_first_come_first_served_within_a_flow():
@@ -290,3 +311,67 @@ def test_a_size_has_a_full_call_in_each_lane_and_leaves_one_for_the_others(lanes
     after_s = admitted_after([], waiting, 8.0, 3, 1.0, lanes)
     assert after_s[:-1] == [0.0] * fits
     assert after_s[-1] == 10.0 * fits
+
+
+def test_a_picture_that_waits_for_a_large_one_keeps_its_place():
+    """It will have to fit together with the small ones that are there, and with those let in before it."""
+    limit = LoadLimit({1024: 10.0, 512: 4.0}, 8.0, 3)
+    assert not limit.admits(768, 16.0)
+    assert not limit.admits(256, 4.5)
+    assert limit.admits(256, 4.0)
+    assert LoadLimit({1024: 10.0, 512: 4.0}, 8.0, 3).admits(256, 4.5)  # none waits
+    limit = LoadLimit({1024: 10.0, 512: 6.0}, 8.0, 3)
+    assert not limit.admits(768, 12.0)  # small ones alone keep it out: none more until it is in
+    assert not limit.admits(256, 0.5)
+
+
+def test_a_shapes_work_is_pixels_steps_and_evaluations():
+    larger = Shape(128, 64, 3, 1, enlarged_pixels=1000)
+    shape = Shape(64, 32, 5, 2, larger, nets=2, calls_a_step=2)
+    row = 2 * (1 + 2 * NET_COST)
+    assert (shape.row_cost, shape.pixels, shape.solver_steps) == (row, 2048, 3)
+    assert shape.load(512) == row * 4
+    assert shape.cost == 2048 * 5 * row
+    assert larger.cost == 128 * 64 * 3 + 1000 * ENLARGE_COST
+    assert shape.whole_cost == shape.cost + larger.cost
+    assert larger.whole_cost == larger.cost
+
+
+def test_previews_are_spread_evenly_and_none_is_the_picture():
+    assert preview_steps(3, 8) == {2: 0, 4: 1, 6: 2}
+    assert preview_steps(2, 9) == {3: 0, 6: 1}
+    assert preview_steps(0, 8) == {}
+    assert set(preview_steps(9, 3)) == {1, 2}
+    assert preview_steps(1, 1) == {}
+
+
+def test_a_job_counts_the_steps_of_all_passes_of_all_pictures():
+    request = PictureRequest(prompt="a", num=2)
+    shape = Shape(16, 16, 5, 1, larger=Shape(32, 32, 3, 1))
+    job = EngineJob("a", "key", request, shape, None)  # type: ignore[arg-type]
+    assert (job.steps_done, job.steps_total) == (0, 16)
+    first, second = job.tickets
+    assert first.shape is shape
+    assert first.has_another_pass
+    first.earlier_steps = 5  # it waits for its second pass
+    assert first.shape is shape.larger
+    assert not first.has_another_pass
+    assert (job.steps_done, second.step) == (5, 0)
+    # PNDM's table has one step more than was asked for.
+    tables = SimpleNamespace(table=range(6), hires=SimpleNamespace(table=range(4)))
+    job.prepared = tables  # type: ignore[assignment]
+    assert job.steps_total == 20
+    tables.hires = None
+    assert job.steps_total == 12
+
+
+def test_a_jobs_phases_follow_one_another():
+    request = PictureRequest(prompt="a")
+    now = time.monotonic()
+    job = EngineJob("a", "key", request, Shape(16, 16, 5, 1), None, accepted_s=now - 10)  # type: ignore[arg-type]
+    (queued,) = job.phases().values()
+    assert 10 <= queued < 60
+    job.started_s, job.prepared_s = now - 7, now - 5
+    over = list(job.phases().values())
+    assert over[:2] == pytest.approx([3.0, 2.0])
+    assert 5 <= over[2] < 60
