@@ -75,8 +75,15 @@ class KernelColumns:
     bytes: tuple[Floats, Floats]
 
     def holds(self, *names: str) -> NDArray[np.bool_]:
-        """Which kernels are of these classes."""
-        return np.isin(self.kinds, [i for i, name in enumerate(self.names) if name in names])
+        """Which kernels are of these classes; not to be written to."""
+        if names not in self._held_by:
+            among = [i for i, name in enumerate(self.names) if name in names]
+            self._held_by[names] = np.isin(self.kinds, among)
+        return self._held_by[names]
+
+    @cached_property
+    def _held_by(self) -> dict[tuple[str, ...], NDArray[np.bool_]]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -113,8 +120,10 @@ class Profile:
         """FLOPs of the stages' kernels, 2 a multiply-add, attention included; unless said of all stages but
         latents made beforehand.
         """
-        wanted = [k for k in self.kernels if (k.stage in stages if stages else k.stage != LATENTS)]
-        return sum(k.calls * k.flops.at(rows) for k in wanted)
+        if (rows, stages) not in self._flops:
+            wanted = [k for k in self.kernels if (k.stage in stages if stages else k.stage != LATENTS)]
+            self._flops[rows, stages] = sum(k.calls * k.flops.at(rows) for k in wanted)
+        return self._flops[rows, stages]
 
     def work(self, stage: str) -> KernelColumns:
         """The kernels of a stage as columns, made once."""
@@ -132,6 +141,14 @@ class Profile:
 
     @cached_property
     def _work(self) -> dict[str, KernelColumns]:
+        return {}
+
+    @cached_property
+    def _flops(self) -> dict[tuple[float, tuple[str, ...]], float]:
+        return {}
+
+    @cached_property
+    def _memory(self) -> dict[tuple[int, ...], dict[str, float]]:
         return {}
 
     def of_pictures(self, number: int) -> Profile:
@@ -157,9 +174,24 @@ class Profile:
         each device has whole only the block at work and the next one. `keeps`: with what a CPU's process
         keeps of freed blocks, as 'allocator'. `rests`: without the weights that wait in main memory.
         """
+        asked = (rows, accumulate, step_rows or rows, shards, gathers, keeps, rests)
+        if asked not in self._memory:  # a plan of many cards asks for the same hundreds of times
+            self._memory[asked] = self._highest(*asked)
+        return dict(self._memory[asked])
+
+    def _highest(
+        self,
+        rows: int,
+        accumulate: bool,
+        step_rows: int,
+        shards: int,
+        gathers: bool,
+        keeps: bool,
+        rests: bool,
+    ) -> dict[str, float]:
         kinds = []
         for moment in self.moments:
-            held = self._held(moment, rows, accumulate, step_rows or rows, shards, gathers)
+            held = self._held(moment, rows, accumulate, step_rows, shards, gathers)
             if rests and moment.stage != LATENTS:
                 held["weights"] -= self.facts.get("saved_by_swap_bytes", 0)
             if keeps:
