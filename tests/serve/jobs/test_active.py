@@ -26,6 +26,7 @@ from darkroom.serve.jobs.active import (
     Rates,
     Reservation,
     Reservations,
+    Returns,
     over_quota,
     owner,
 )
@@ -198,14 +199,111 @@ def test_a_third_of_the_seconds_is_held_for_who_is_due(clock: list[float]) -> No
 
 def test_other_servers_work_counts_by_how_many_draw_it(clock: list[float]) -> None:
     intake, pool = Intake(Limits(queue_s=8.0, queue=256, queue_per_key=256)), Waiting(a=2)
-    for servers, fits in ((1, False), (2, True)):
-        backlog = Backlog(Counter(), {"a": 1.0, "b": 6.0}, 3, servers=servers)
+    for servers, fits in ((1, False), (2, False), (4, True)):
+        backlog = Backlog(Counter(), {"a": 2.0, "b": 12.0}, 3, servers=servers)
         assert (work(intake, pool, "a", 2.0, backlog=backlog) is None) == fits
 
 
-def active_of(name: str, cost: int = 1, uploads: Uploads | None = None) -> ActiveJob:
-    """A job of one picture."""
-    request, shape = PictureRequest(prompt="a"), Shape(cost, 1, 1, 1)
+def test_a_key_waits_for_its_own_pictures_alone(clock: list[float]) -> None:
+    intake, pool = Intake(Limits(queue=50, queue_per_key=2)), Waiting(a=2, b=2, c=2)
+    told = [room(intake, pool, "b", digest=str(i)) for i in range(3)]
+    assert [one and one.retry_after_s for one in told] == [3.0, 4.0, 6.0]
+    assert [one and (one.status, one.code) for one in told] == [(429, "queue_full")] * 3
+    long = Intake(Limits(queue_s=100.0, queue=50, queue_per_key=2))  # four seconds for one key
+    pool = Waiting(a=4, b=4, c=4)
+    refused = [work(long, pool, "b", 2.0, digest=str(i)) for i in range(3)]
+    assert [one and (one.status, one.code) for one in refused] == [(429, "queue_full")] * 3
+    assert [one and one.retry_after_s for one in refused] == [6.0, 8.0, 10.0]
+
+
+def test_places_held_for_one_key_are_not_of_another_keys_queue(clock: list[float]) -> None:
+    intake, pool = Intake(Limits(queue=50, queue_per_key=6)), Waiting(a=6)
+    assert room(intake, pool, "a", digest="first") is not None
+    clock[0] += 1.0
+    pool.of = {"a": 2, "b": 4}
+    assert intake.has_place(pool, "b", 2)
+    assert not intake.has_place(pool, "b", 3)
+    pool.of = {"a": 4}
+    assert intake.has_place(pool, "a", 1)
+    assert not intake.has_place(pool, "a", 2), "the control: one is held"
+
+
+def test_a_third_of_the_places_is_held_at_most(clock: list[float]) -> None:
+    intake, pool = Intake(Limits(queue=9, queue_per_key=9)), Waiting(a=9)
+    for i in range(5):
+        assert room(intake, pool, "a", digest=str(i)) is not None
+    clock[0] += 5.0
+    for waits, fits in ((5, True), (6, False)):
+        pool.of = {"a": waits}
+        assert intake.has_place(pool, "b", 1) == fits
+
+
+def test_who_always_comes_back_keeps_its_places(clock: list[float]) -> None:
+    intake, pool = Intake(Limits(queue=6, queue_per_key=6)), Waiting(a=6)
+    for i in range(12):
+        pool.of = {"a": 6}
+        assert room(intake, pool, "mine", digest=str(i)) is not None
+        clock[0] += 1.0
+        pool.of = {"a": 5}
+        assert not intake.has_place(pool, "b", 1), i
+        assert intake.has_place(pool, "mine", 1, digest=str(i))
+        intake.kept("mine", str(i))
+        assert intake.has_place(pool, "b", 1), i
+
+
+def test_promises_taken_up_are_averaged() -> None:
+    """The mean of the first ones and of one that was kept before; later the latest count most."""
+    returns, came = Returns(), [False, False, True, False]
+    for i, one in enumerate(came, 1):
+        returns.note(one)
+        assert returns.share == pytest.approx((1 + sum(came[:i])) / (i + 1))
+    for _ in range(500):
+        returns.note(True)
+    assert returns.share > 0.99
+    returns.note(False)
+    assert returns.share == pytest.approx(1 - active.RETURN_WEIGHT, abs=0.001)
+
+
+def test_a_key_is_known_after_some_promises() -> None:
+    returns = Returns()
+    for _ in range(active.KNOWN):
+        assert returns.queues == active.PROMISED
+        returns.note(True)
+    for _ in range(2):
+        assert returns.queues == active.PROMISED_ONCE_KNOWN
+        returns.note(True)
+
+
+def test_seconds_of_work_follow_the_speed(clock: list[float]) -> None:
+    """Two units of work a second: eight units are four seconds."""
+
+    class Quick(Waiting):
+        def seconds_for(self, cost: float) -> float:
+            return cost / 2
+
+    intake, pool = Intake(Limits(queue_s=4.0, queue=256, queue_per_key=256)), Quick(2.0, a=8)
+    refused = work(intake, pool, "b", 2.0)
+    assert "work of 4 s waits already, and this is 1 s; at most 4 s may wait" in str(refused)
+    assert refused is not None
+    assert refused.retry_after_s == 4.0  # a second's work is two pictures
+    long = work(intake, pool, "c", 40.0)
+    assert long is not None
+    assert long.retry_after_s == 16.0 + 1.0, "all that waits, and what was promised to b"
+    pool.of = {"a": 6}
+    assert work(Intake(Limits(queue_s=4.0)), pool, "b", 2.0) is None
+
+
+def test_a_place_that_is_promised_is_no_work(clock: list[float]) -> None:
+    intake, pool = Intake(Limits(queue=8, queue_s=8.0, queue_per_key=256)), Waiting(2.0, a=8)
+    assert room(intake, pool, "b", digest="b") is not None
+    refused = work(intake, pool, "c", 3.0, digest="c")
+    assert refused is not None
+    assert refused.retry_after_s == 6.0
+
+
+def active_of(name: str, cost: int = 1, uploads: Uploads | None = None, num: int = 1) -> ActiveJob:
+    """A job, of one picture if not told otherwise."""
+    request, shape = PictureRequest(prompt="a", num=num), Shape(cost, 1, 1, 1)
     job = EngineJob(name, "key", request, shape, cast(Listener, None), uploads)
     return ActiveJob(new_record(name, "s", "key", f"id-{name}", "d", request, shape), job)
 
@@ -267,9 +365,9 @@ def test_bytes_of_pictures_that_came_with_jobs_are_counted_once() -> None:
         assert uploads_refused(intake, pool, jobs, large) is None, "one that brings none takes no bytes"
     first, second = upload_of(1200), upload_of(600)
     for name, cost, one in (("a", 4, first), ("b", 6, second), ("c", 8, None), ("d", 16, second)):
-        jobs.add(active_of(name, cost, one))
+        jobs.add(active_of(name, cost, one, num=2))
     assert jobs.uploads() == {id(first): 1200, id(second): 600}
-    costs = [one.work.shape.whole_cost for one in jobs]
+    costs = [2 * one.work.shape.whole_cost for one in jobs]
     assert uploads_refused(intake, pool, jobs, first) is None
     assert uploads_refused(intake, pool, jobs, None) is None
     assert uploads_refused(intake, pool, jobs, upload_of(200)) is None
