@@ -439,6 +439,31 @@ def test_what_a_bank_cannot_hold_is_refused_by_name(tiny: Model, model: Model) -
         )
 
 
+def test_a_bank_has_at_least_one_of_each(model: Model) -> None:
+    for wrong in ({"slots": 0}, {"max_rank": 0}, {"most_a_row": 0}):
+        with pytest.raises(ModelError, match="allowed: 1 or more"):
+            Bank(model, **{"slots": 1, "max_rank": 1, "most_a_row": 1, **wrong})
+    Bank(model, slots=1, max_rank=1, most_a_row=1)
+
+
+def test_a_convolution_that_leaves_pixels_out_is_adapted(tiny: Model) -> None:
+    """Of one pixel a kernel, but not at each: no product of all pixels."""
+    sparse = copy.deepcopy(tiny)
+    old = sparse.unet.down_blocks[0].downsamplers[0].conv  # type: ignore[union-attr, index]
+    torch.manual_seed(0)
+    new = torch.nn.Conv2d(old.in_channels, old.out_channels, 1, stride=2)
+    sparse.unet.down_blocks[0].downsamplers[0].conv = new  # type: ignore[union-attr, index]
+    adapter = made(sparse, 1, where=everywhere)
+    assert any("downsamplers" in path for path in adapter.layers)
+    expected, plain = run(merged(sparse, (adapter, 1.0))), run(sparse)
+    bank = Bank(sparse, slots=1, max_rank=4)
+    bank.load(1, adapter)
+    out = run_rows(bank, [[(1, 1.0)], [], [(1, 1.0)], []])
+    assert (out[::2] - expected[::2]).abs().max() < CLOSE
+    assert (out[1::2] - plain[1::2]).abs().max() < CLOSE
+    assert (expected - plain).abs().max() > APART
+
+
 def test_channels_last_and_bfloat16(tiny: Model, model: Model) -> None:
     adapter = made(tiny, 1, where=everywhere)
     expected = run(merged(tiny, (adapter, 1.0)))
