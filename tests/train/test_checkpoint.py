@@ -298,4 +298,7 @@ def test_of_three_places_each_is_read_where_it_is(tmp_path: Path) -> None:
         found = newest_in(*folders)
         assert found is not None
         assert (found.step, found.scalars, found.path.parent) == (step, {"k": step}, folder)
+        place, _ = newest([LocalPlace(one) for one in folders], lambda _: None, ALONE)
+        assert isinstance(place, LocalPlace)
+        assert place.folder == folder
         damage_a_byte(found.path)
