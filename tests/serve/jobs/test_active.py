@@ -97,6 +97,15 @@ def test_a_rate_is_told_and_a_refusal_takes_nothing() -> None:
     assert caught.value.retry_after_s == pytest.approx(0.5)
 
 
+def test_a_slow_key_has_one_ready() -> None:
+    rates = Rates(3.0)
+    rates.take("a", 0.0)
+    with pytest.raises(Refused, match="at most 3 jobs a minute") as caught:
+        rates.take("a", 0.0)
+    assert caught.value.retry_after_s == pytest.approx(20.0)
+    rates.take("a", 20.0)
+
+
 def test_more_than_ever_lie_ready_are_lent_once() -> None:
     rates = Rates(12.0)
     rates.take("a", 0.0, num=5)  # two lie ready: three are owed
@@ -240,7 +249,7 @@ def test_a_third_of_the_places_is_held_at_most(clock: list[float]) -> None:
 
 def test_who_always_comes_back_keeps_its_places(clock: list[float]) -> None:
     intake, pool = Intake(Limits(queue=6, queue_per_key=6)), Waiting(a=6)
-    for i in range(12):
+    for i in range(60):  # a key that never did would be known by now
         pool.of = {"a": 6}
         assert room(intake, pool, "mine", digest=str(i)) is not None
         clock[0] += 1.0
