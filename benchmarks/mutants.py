@@ -233,6 +233,26 @@ EQUIVALENT = {
         "if layer.kernel_size == (1, 1) and layer.stride == (1, 2):",
     ): "the other way gives the same product, more slowly",
     (
+        "models/adapters/bank.py",
+        "if layer.kernel_size == (1, 1) and layer.stride <= (1, 1):",
+    ): "no stride is below 1",
+    (
+        "models/adapters/bank.py",
+        "if places[-1] ^ places[0] == len(places) - 1:",
+    ): "never below the difference: rows that follow one another may be taken one by one",
+    (
+        "train/checkpoint_storage.py",
+        "if time.monotonic() >= until:",
+    ): "a moment's difference",
+    (
+        "train/checkpoint_storage.py",
+        'self._token: str = ranks.broadcast(lambda: f"{time.time_ns():x}-{os.urandom( 4).hex()}")',
+    ): "another length of a random name",
+    (
+        "train/checkpoint_storage.py",
+        "if held is None or held.shape != tensor.shape or held.dtype is not tensor.dtype:",
+    ): "torch has one object of each type",
+    (
         "serve/jobs/admission.py",
         "if (getattr(request, name) or 1) + request.num - 1 > MAX_SEED:",
     ): "without a seed, or with 0, no number of pictures comes near the largest one",

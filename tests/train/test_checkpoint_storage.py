@@ -122,6 +122,23 @@ def test_there_and_back_and_the_older_ones_go(url: str, tmp_path: Path) -> None:
     assert list((tmp_path / "checkpoints").glob(".read-*")) == []
 
 
+def test_large_files_go_and_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_storage, "BLOCK_BYTES", 64)
+    url, whole = f"file://{tmp_path}/store", torch.arange(1000.0).reshape(50, 20)
+    place = RemotePlace(url, tmp_path)
+    place.write_share(3, "t", 0, 1, {"weights": {"unet.a": whole}}, {})
+    place.complete(3, "t", 1, {}, 1)
+    assert torch.equal(place.load(place.kept()[0]).tensors["weights"]["unet.a"], whole)
+    place.forget()
+    weights = tmp_path / "store" / place.kept()[0].name / "weights.safetensors"
+    content = weights.read_bytes()
+    for wrong in (content[:100], content + b"x"):
+        weights.write_bytes(wrong)
+        told = f"weights.safetensors has {len(wrong)} bytes, not {len(content)}"
+        with pytest.raises(DamagedCheckpoint, match=told):
+            place.load(place.kept()[0])
+
+
 def test_shares_of_several_come_together(url: str, tmp_path: Path) -> None:
     place, whole = RemotePlace(url, tmp_path), torch.arange(20.0).reshape(5, 4)
     for rank, (first, rows) in enumerate([(0, whole[:3]), (3, whole[3:])]):
