@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 
 from darkroom.errors import RecipeError
 from darkroom.recipe import make_recipe
@@ -186,3 +187,19 @@ def test_other_losses_have_no_threshold() -> None:
     classes = {"objective.extractor.loss": "classifier", "objective.extractor.label": "kind"}
     with pytest.raises(RecipeError, match="caption_weight: given, but .*extractor.loss=contrastive"):
         make_recipe(content_of("extractor", {**classes, "objective.extractor.caption_weight": 0.5}))
+
+
+def test_what_is_turned_off_may_keep_what_belongs_to_it() -> None:
+    """A shipped recipe's text encoder is frozen by one key; so is a run's resolved recipe read again."""
+    for off, left in (
+        ({"model.train_text_encoder": False}, {"optim.text_encoder_lr": 1e-5}),
+        ({"evaluate.every_images": 0}, {"evaluate.num": 8, "evaluate.scores": ["fid"]}),
+        ({"optim.lr_schedule": "constant"}, {"optim.final_lr_ratio": 0.1}),
+        ({"objective.loss.type": "mse"}, {"objective.loss.huber_c": 0.3}),
+    ):
+        recipe = make_recipe(content_of("pretrain", {**off, **left}))
+        assert make_recipe(yaml.safe_load(recipe.dump())) == recipe
+        with pytest.raises(RecipeError, match="given, but nothing reads it"):
+            make_recipe(content_of("pretrain", left))
+    with pytest.raises(RecipeError, match="huber_c: given, but nothing reads it"):  # chosen is not off
+        make_recipe(content_of("pretrain", {"objective.loss.type": "l1", "objective.loss.huber_c": 0.3}))

@@ -186,8 +186,9 @@ darkroom recipe --json              # all of them, for machines
 A key is set in the recipe's YAML, or on the command line as `KEY=VALUE`. A list's keys, such as \
 `phases[].lr`, are set in YAML.
 
-A recipe is refused for a key that nothing in it reads: one that its task does not read, or one that is read \
-only with another key that is not there. The default of such a key may be written.
+A recipe is refused for a key that nothing in it reads: one that its task does not read, or one that is \
+read only with another key that is not there. The default of such a key may be written. Where the other key \
+is turned off by its own default, such as `evaluate.every_images=0`, what belongs to it may stay.
 
 To check a recipe in an editor, put this on its first line, with the path from the recipe to the schema:
 ```yaml

@@ -119,7 +119,7 @@ _GROUPS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, ...]]], ...] = (
     (("evaluate.scores", "evaluate.extractors", "evaluate.num"), {"evaluate.every_images": ()}),
 )
 """Keys that are read only where all of these others have one of the values; without values, where one of the
-others is given.
+others is given. Where one of the others was given its default nothing is refused: it was turned off.
 
 Left out are what one recipe carries to other machines, such as `parallel.reduce` and `data.online`, and what
 several optimisers share.
@@ -151,8 +151,9 @@ def check_read(task: str, settings: BaseModel) -> None:
                 allowed=f"with {', '.join(readers)}",
             )
         for (others, allowed), shown in zip(_WITH.get(key, {}).items(), others_of(key), strict=True):
-            values = [_value(settings, other) for other in others.split("|")]
-            if not (values[0] in allowed if allowed else any(values)):
+            found = [_value(settings, other) for other in others.split("|")]
+            is_read = found[0][0] in allowed if allowed else any(value for value, _ in found)
+            if not is_read and not any(is_off for _, is_off in found):
                 raise RecipeError(key, "given, but nothing reads it", allowed=f"with {shown}")
 
 
@@ -166,8 +167,16 @@ def _given(settings: BaseModel, path: str = "") -> Iterator[str]:
             yield key
 
 
-def _value(settings: Any, key: str) -> Any:
-    """A key's value; None in a section that is not there."""
-    for name in key.split("."):
-        settings = getattr(settings, name, None)
-    return settings
+def _value(settings: BaseModel, key: str) -> tuple[Any, bool]:
+    """A key's value, and whether that is its default and was given nevertheless: it was turned off, in a
+    recipe that has what belongs to it. None in a section that is not there.
+    """
+    *parents, name = key.split(".")
+    section: Any = settings
+    for parent in parents:
+        section = getattr(section, parent, None)
+    if section is None:
+        return None, False
+    value = getattr(section, name)
+    default = type(section).model_fields[name].default
+    return value, name in section.model_fields_set and value == default
