@@ -19,10 +19,11 @@ from material import encoded, noise_picture
 from typer.testing import CliRunner
 
 from darkroom.cli.application import app
+from darkroom.data.images import pictures_below
 from darkroom.data.importers.folder import FolderSource
 from darkroom.data.importers.job import find_kind, import_pictures
 from darkroom.data.importers.shards import MdsSource
-from darkroom.data.importers.source import Columns, Sample, pictures_below
+from darkroom.data.importers.source import Columns, Sample
 from darkroom.data.store import Store
 from darkroom.errors import InputError
 from faults import disk_full, no_more_files

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Literal
 
@@ -65,6 +67,43 @@ def is_picture(name: str) -> bool:
     """Whether a file is a picture by its name. NAME.mask.png is none: it says where NAME's counts."""
     lowered = name.lower()
     return lowered.endswith(tuple(EXTENSIONS)) and not lowered.endswith(MASK_ENDING)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is the system's or an editor's business."""
+    return name.startswith((".", "__MACOSX")) and name not in (".", "..")
+
+
+def files_below(
+    root: Path, skipped: Callable[[str, str], None] = lambda path, why: None
+) -> Iterator[tuple[str, str]]:
+    """All files as (folder, name) in a fixed order; hidden ones and stores are left out.
+
+    `skipped` is called with the path of each folder that is not read, and the reason.
+    """
+
+    def failed(error: OSError) -> None:
+        skipped(str(error.filename), f"cannot be read: {error.strerror}")
+
+    for folder, folders, files in os.walk(root, onerror=failed):
+        folders[:] = sorted(f for f in folders if not is_hidden(f) and not f.endswith(".lance"))
+        for name in folders:
+            if os.path.islink(os.path.join(folder, name)):
+                skipped(os.path.join(folder, name), "a link to a folder, which is not followed")
+        yield from ((folder, file) for file in sorted(files) if not is_hidden(file))
+
+
+def paths_below(root: Path, endings: tuple[str, ...]) -> list[Path]:
+    """The files below a folder whose names end so, or the file that the path is."""
+    if root.is_file():
+        return [root] if root.name.lower().endswith(endings) else []
+    paths = (Path(folder, name) for folder, name in files_below(root) if name.lower().endswith(endings))
+    return [path for path in paths if path.is_file()]
+
+
+def pictures_below(root: Path) -> list[Path]:
+    """The pictures below a folder, as an import finds them; masks are none."""
+    return [path for path in paths_below(root, tuple(EXTENSIONS)) if is_picture(path.name)]
 
 
 def decode(data: bytes, *, background: str = "white", max_pixels: int = MAX_PIXELS) -> Image.Image:

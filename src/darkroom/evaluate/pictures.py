@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from PIL import Image, PngImagePlugin
 from pydantic import BaseModel, ConfigDict, Field
 
-from darkroom.data.images import EXTENSIONS, PictureError, decode
+from darkroom.data.images import EXTENSIONS, PictureError, decode, pictures_below
 from darkroom.data.importers.folder import FolderSource
-from darkroom.data.importers.source import CAPTION_NAMES, Columns, find_name, no_column, pictures_below
+from darkroom.data.importers.source import CAPTION_NAMES, Columns, find_name, no_column
 from darkroom.data.store import Store
 from darkroom.data.texts import flaw_of
 from darkroom.errors import InputError, ModelError, first_line, is_system_failure

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from darkroom.data.importers.source import pictures_below
+from darkroom.data.images import pictures_below
 from darkroom.errors import InputError
 from darkroom.hardware import machine
 from darkroom.hardware.machine import versions

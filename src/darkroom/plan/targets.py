@@ -451,7 +451,7 @@ def pictures_of(folder: str | None) -> int | None:
     """Pictures below a folder, where it is there and has some."""
     if not folder or not Path(folder).is_dir():
         return None
-    from darkroom.data.importers.source import pictures_below
+    from darkroom.data.images import pictures_below
 
     return len(pictures_below(Path(folder))) or None
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 from PIL import Image, ImageOps
 
-from darkroom.data.importers.source import pictures_below
+from darkroom.data.images import pictures_below
 from darkroom.measure.finetuning import BEST, FIDELITY, LARGEST, PLANNED, RATES, STEP, Finetuning
 from darkroom.measure.timing import Measurement
 from darkroom.report.runs import write_report

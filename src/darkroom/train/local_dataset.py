@@ -19,9 +19,8 @@ import pyarrow as pa
 import torch
 
 from darkroom import models
-from darkroom.data.images import EXTENSIONS, MASK_ENDING
+from darkroom.data.images import EXTENSIONS, MASK_ENDING, pictures_below
 from darkroom.data.importers.job import ImportReport, import_pictures
-from darkroom.data.importers.source import pictures_below
 from darkroom.data.mixing import MixedStore, parts_of, versions_of
 from darkroom.data.store import Store
 from darkroom.data.versions import plain, wait

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from darkroom.data.images import is_picture
+from darkroom.data.images import is_picture, paths_below
 from darkroom.data.importers.source import (
     CAPTION_NAMES,
     MAX_PICTURE_BYTES,
@@ -32,7 +32,6 @@ from darkroom.data.importers.source import (
     no_files_below,
     part_key,
     part_name,
-    paths_below,
     typed,
 )
 from darkroom.data.sidecars import short_id

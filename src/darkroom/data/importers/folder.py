@@ -16,7 +16,7 @@ from itertools import chain, count, islice, product
 from pathlib import Path
 from typing import Any, Protocol
 
-from darkroom.data.images import EXTENSIONS, is_picture
+from darkroom.data.images import EXTENSIONS, files_below, is_hidden, is_picture
 from darkroom.data.importers.archives import EARLIER, ZipReader
 from darkroom.data.importers.source import (
     CAPTION_NAMES,
@@ -28,9 +28,7 @@ from darkroom.data.importers.source import (
     Problem,
     Sample,
     captions_of,
-    files_below,
     find_name,
-    is_hidden,
     no_column,
     typed,
     why_no_file,

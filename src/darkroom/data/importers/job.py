@@ -21,7 +21,15 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from darkroom.data.images import EXTENSIONS, MAX_PIXELS, PILLOW_MAX_PIXELS, PictureError, colour, examine
+from darkroom.data.images import (
+    EXTENSIONS,
+    MAX_PIXELS,
+    PILLOW_MAX_PIXELS,
+    PictureError,
+    colour,
+    examine,
+    paths_below,
+)
 from darkroom.data.importers.archives import WebdatasetSource, tars_in
 from darkroom.data.importers.folder import METADATA, FolderSource
 from darkroom.data.importers.shards import MdsSource, ParquetSource, indices_in, parquets_in
@@ -35,7 +43,6 @@ from darkroom.data.importers.source import (
     Sample,
     Source,
     finish_widening,
-    paths_below,
     table,
     widen,
 )

@@ -22,6 +22,7 @@ import zstandard
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from darkroom.data.images import paths_below
 from darkroom.data.importers.source import (
     CAPTION_NAMES,
     IMAGE_NAMES,
@@ -37,7 +38,6 @@ from darkroom.data.importers.source import (
     no_files_below,
     part_key,
     part_name,
-    paths_below,
 )
 from darkroom.data.texts import NOT_UTF8, TextError, decode_text
 from darkroom.errors import InputError, first_fault, is_system_failure

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -23,7 +23,7 @@ import lance
 import numpy as np
 import pyarrow as pa
 
-from darkroom.data.images import EXTENSIONS, Facts, is_picture
+from darkroom.data.images import Facts, files_below
 from darkroom.data.store import SCHEMA, Store
 from darkroom.data.texts import TextError, readable
 from darkroom.errors import InputError
@@ -96,38 +96,6 @@ class Source(Protocol):
         """Everything in order, but for the parts (see `part_name`) that were finished before."""
 
 
-def is_hidden(name: str) -> bool:
-    """Whether a file or folder is the system's or an editor's business."""
-    return name.startswith((".", "__MACOSX")) and name not in (".", "..")
-
-
-def files_below(
-    root: Path, skipped: Callable[[str, str], None] = lambda path, why: None
-) -> Iterator[tuple[str, str]]:
-    """All files as (folder, name) in a fixed order; hidden ones and stores are left out.
-
-    `skipped` is called with the path of each folder that is not read, and the reason.
-    """
-
-    def failed(error: OSError) -> None:
-        skipped(str(error.filename), f"cannot be read: {error.strerror}")
-
-    for folder, folders, files in os.walk(root, onerror=failed):
-        folders[:] = sorted(f for f in folders if not is_hidden(f) and not f.endswith(".lance"))
-        for name in folders:
-            if os.path.islink(os.path.join(folder, name)):
-                skipped(os.path.join(folder, name), "a link to a folder, which is not followed")
-        yield from ((folder, file) for file in sorted(files) if not is_hidden(file))
-
-
-def paths_below(root: Path, endings: tuple[str, ...]) -> list[Path]:
-    """The files below a folder whose names end so, or the file that the path is."""
-    if root.is_file():
-        return [root] if root.name.lower().endswith(endings) else []
-    paths = (Path(folder, name) for folder, name in files_below(root) if name.lower().endswith(endings))
-    return [path for path in paths if path.is_file()]
-
-
 def no_files_below(root: Path, endings: tuple[str, ...]) -> Iterator[Problem]:
     """What has the name of a file that is looked for and is none, and folders that are not read."""
     folders: list[tuple[str, str]] = []
@@ -153,11 +121,6 @@ def why_no_file(path: str | Path) -> str:
         return "a link that leads nowhere" if os.path.islink(path) else f"{error.strerror}"
     kinds = ((stat.S_ISFIFO, "a fifo"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder"))
     return next((f"{what}, no file" for test, what in kinds if test(mode)), "a device, no file")
-
-
-def pictures_below(root: Path) -> list[Path]:
-    """The pictures below a folder, as an import finds them; masks are none."""
-    return [path for path in paths_below(root, tuple(EXTENSIONS)) if is_picture(path.name)]
 
 
 def part_name(path: Path, root: Path) -> str:
