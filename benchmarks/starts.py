@@ -6,7 +6,9 @@ With the folder that `darkroom quickstart` left, of whose model and pictures:
 - `generate`: one picture in one step, the whole process; beside diffusers' pipeline doing the same;
 - `train`, `train lora`: until the first step is over and said;
 - `serve`: until /ready answers 200;
-- `plan`: of the same fine-tuning, when its counts are kept.
+- `plan`: of the same fine-tuning, when its counts are kept;
+- `plan folder`: of a LoRA of a folder of pictures on a card of the tables, likewise;
+- `plan advise`: of that on all of them, with advice.
 Cases take turns. A row's seconds are of processors, user and system, of the process and what it waited for;
 `wall_s` has those of a clock. A row's warm-up is the first start, which compiles what no start before it has
 (Python keeps that; here too where PYTHONDONTWRITEBYTECODE says otherwise). At the end it shows what the last
@@ -33,6 +35,7 @@ from urllib.error import URLError
 from darkroom.hardware.system import load_average
 from darkroom.measure.timing import Measurement, Timing, append_csv, measurement
 
+ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "a red circle on a white background"
 PEER = """
 import sys, torch
@@ -132,6 +135,8 @@ def cases(quickstart: Path, folder: Path) -> dict[str, Callable[[], Started]]:
         text = RECIPE.format(task=task, base=model, store=quickstart / "pictures.lance")
         recipes[task].write_text(text, encoding="utf-8")
     darkroom = (sys.executable, "-m", "darkroom")
+    lora = ROOT / "recipes" / "sd15-lora.yaml"
+    of_folder = (*darkroom, "plan", str(lora), f"data.folder={quickstart / 'pictures'}")
     number = iter(range(1_000_000))
 
     def trained(task: str) -> Started:
@@ -151,6 +156,8 @@ def cases(quickstart: Path, folder: Path) -> dict[str, Callable[[], Started]]:
         "train lora": lambda: trained("lora"),
         "serve": served,
         "plan": lambda: until([*darkroom, "plan", str(recipes["finetune"])], None, folder),
+        "plan folder": lambda: until([*of_folder, "--gpu", "A10G"], None, folder),
+        "plan advise": lambda: until([*of_folder, "--gpu", "all", "--advise"], None, folder),
     }
 
 

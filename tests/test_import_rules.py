@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from darkroom import models
+from darkroom import data, models
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "darkroom"
 
 LEVELS = (
-    {"errors", "libraries"},
+    {"errors", "lazy", "libraries"},
     {"hardware", "counting"},
     {"bill", "tables", "options", "certificates", "count_cache"},
     {"run", "picture_settings"},
@@ -597,8 +597,8 @@ def first_imports(path: Path) -> set[str]:
 
 def test_importing_models_and_data_waits_for_diffusers():
     """Two seconds of what imports, prepares and reads stores, and opens neither a U-Net nor a VAE."""
-    lazy = [f"darkroom.models.{name}" for name in models._MODULES]
-    waiting, seen = [*lazy, "darkroom.data", "darkroom.prepare"], set[str]()
+    lazy = [f"{one.__name__}.{name}" for one in (models, data) for name in one._MODULES]
+    waiting, seen = [*lazy, "darkroom.prepare"], set[str]()
     while waiting:
         name = waiting.pop()
         place = SOURCE.joinpath(*name.split(".")[1:])
@@ -611,4 +611,5 @@ def test_importing_models_and_data_waits_for_diffusers():
         assert not heavy, (name, heavy)
         waiting += [one for one in imported if one.startswith("darkroom.")]
     assert {"darkroom.models.image_prompt", "darkroom.data.loader", "darkroom.prepare.job"} <= seen
+    assert {"darkroom.data.importers.job", "darkroom.data.inspect"} <= seen
     assert "darkroom.models.parts" in first_imports(SOURCE / "models" / "image_attention.py")

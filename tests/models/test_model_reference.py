@@ -1,13 +1,9 @@
-"""What a model may be called, known without torch; the package's names are imported as they are used."""
+"""What a model may be called, known without torch."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from darkroom import models
 from darkroom.errors import ModelError
 from darkroom.models.families import FAMILIES
 from darkroom.models.reference import FAMILY_NAMES, PUBLISHED, check_reference, is_hub_id
@@ -34,17 +30,3 @@ def test_what_is_no_models_name_is_refused_with_what_would_be(tmp_path):
             check_reference(wrong)
     assert not is_hub_id("/")
     assert not is_hub_id("")
-
-
-def test_the_packages_names_are_imported_as_they_are_used():
-    assert set(models.__all__) == set(models._PLACES)
-    for name in models.__all__:
-        assert getattr(models, name) is not None
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = models.nothing
-    code = (
-        "import sys; from darkroom import models; from darkroom.models import reference\n"
-        "first = 'torch' in sys.modules; models.create; print(first, 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True"]

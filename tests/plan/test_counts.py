@@ -176,7 +176,8 @@ def test_counts_that_come_with_darkroom_are_taken_of_the_same_question_and_libra
 RUN_BESIDES = {
     "count_cache.py",  # knows a count by its code
     "errors.py",
-    "libraries.py",  # which library is imported when
+    "lazy.py",  # which module is imported when
+    "libraries.py",  # and which library
     "hardware/system.py",  # reads files
     "plan/ask.py",  # asks for the count
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from darkroom.lazy import importer
 
 if TYPE_CHECKING:
     from darkroom.data.images import PictureError, buckets, decode, nearest_bucket, resize_crop, to_tensor
@@ -38,14 +40,31 @@ __all__ = [
     "writing",
 ]
 
-_MODULES = ("images", "importers.job", "inspect", "store", "versions")
-
-
-def __getattr__(name: str) -> Any:
-    """Import the public functions when they are used: a plan counts a folder's pictures without a store."""
-    from importlib import import_module
-
-    for module in _MODULES if name in __all__ else ():
-        if hasattr(found := import_module(f"darkroom.data.{module}"), name):
-            return getattr(found, name)
-    raise AttributeError(f"module 'darkroom.data' has no attribute '{name}'")
+_MODULES = {
+    "images": (
+        "PictureError",
+        "buckets",
+        "decode",
+        "nearest_bucket",
+        "resize_crop",
+        "to_tensor",
+    ),
+    "importers.job": (
+        "ImportReport",
+        "import_pictures",
+    ),
+    "inspect": (
+        "Verification",
+        "contact_sheet",
+        "describe",
+        "find_doubles",
+        "mark_doubles",
+        "verify",
+    ),
+    "store": (
+        "FragmentInfo",
+        "Store",
+    ),
+    "versions": ("writing",),
+}
+__getattr__ = importer(__name__, _MODULES)

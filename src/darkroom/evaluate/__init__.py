@@ -8,7 +8,9 @@ draws them once; `job` is the whole way from a model or a folder to rows of scor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from darkroom.lazy import importer
 
 if TYPE_CHECKING:
     from darkroom.evaluate.extractors import Extractor, open_extractor
@@ -40,14 +42,26 @@ __all__ = [
     "read_scores",
 ]
 
-_MODULES = ("extractors", "job", "metrics", "pictures")
-
-
-def __getattr__(name: str) -> Any:
-    """Import the public functions when they are used: a recipe needs the small extractor's settings alone."""
-    from importlib import import_module
-
-    for module in _MODULES if name in __all__ else ():
-        if hasattr(found := import_module(f"darkroom.evaluate.{module}"), name):
-            return getattr(found, name)
-    raise AttributeError(f"module 'darkroom.evaluate' has no attribute '{name}'")
+_MODULES = {
+    "extractors": (
+        "Extractor",
+        "open_extractor",
+    ),
+    "job": (
+        "Score",
+        "append_scores",
+        "evaluate",
+        "evaluate_folder",
+        "open_extractors",
+        "read_scores",
+    ),
+    "metrics": ("METRICS",),
+    "pictures": (
+        "FolderPictures",
+        "Prompts",
+        "StorePictures",
+        "open_pictures",
+        "read_prompts",
+    ),
+}
+__getattr__ = importer(__name__, _MODULES)

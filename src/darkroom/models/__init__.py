@@ -9,8 +9,9 @@ An adapter is a file of what was learned on top of a model: `read_adapter`, `wri
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from darkroom.lazy import importer
 
 if TYPE_CHECKING:
     from darkroom.models.adapters.adapter import Adapter, Factors, Layer
@@ -193,11 +194,4 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "read_upscaler",
     ),
 }
-_PLACES = {name: module for module, names in _MODULES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    """Import what is used when it is used: what a model is called can be checked without torch."""
-    if name in _PLACES:
-        return getattr(import_module(f"darkroom.models.{_PLACES[name]}"), name)
-    raise AttributeError(f"module 'darkroom.models' has no attribute '{name}'")
+__getattr__ = importer(__name__, _MODULES)

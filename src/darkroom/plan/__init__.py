@@ -9,8 +9,9 @@ long and how much; `show` how sure that is; `advise` searches settings; `calibra
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from darkroom.lazy import importer
 
 if TYPE_CHECKING:
     from darkroom.picture_settings import PictureSettings
@@ -31,12 +32,19 @@ __all__ = [
     "to_dict",
 ]
 
-_MODULES = ("ask", "jobs", "show", "targets")
-
-
-def __getattr__(name: str) -> Any:
-    """Import what is used when it is used: planning on a card of the tables needs little."""
-    for module in _MODULES if name in __all__ else ():
-        if hasattr(found := import_module(f"darkroom.plan.{module}"), name):
-            return getattr(found, name)
-    raise AttributeError(f"module 'darkroom.plan' has no attribute '{name}'")
+_MODULES = {
+    "ask": (
+        "PictureSettings",
+        "ask_generate",
+        "ask_prepare",
+        "ask_recipe",
+        "plans",
+    ),
+    "jobs": ("Plan",),
+    "show": ("to_dict",),
+    "targets": (
+        "PlanRequest",
+        "Target",
+    ),
+}
+__getattr__ = importer(__name__, _MODULES)

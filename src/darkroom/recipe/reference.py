@@ -94,7 +94,7 @@ class RecipeKey:
     """One key of a recipe.
 
     `allowed` is empty where every value of the type is, `unit` where it has none. `tasks` are those that read
-    it: the others refuse any value but the default.
+    it: the others refuse any value but the default. `needs` are the other keys with which it is read.
     """
 
     key: str

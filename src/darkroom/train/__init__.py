@@ -7,7 +7,9 @@ bare optimiser step. The settings stand next to what they set, in files that imp
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from darkroom.lazy import importer
 
 if TYPE_CHECKING:
     from darkroom.train.jobs import Pinned, TrainingSetup
@@ -27,12 +29,21 @@ __all__ = [
     "train",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import the public functions when they are used: reading a recipe needs the settings alone."""
-    from importlib import import_module
-
-    for module in ("run", "trainer", "setup", "jobs"):
-        if name in __all__ and hasattr(found := import_module(f"darkroom.train.{module}"), name):
-            return getattr(found, name)
-    raise AttributeError(f"module 'darkroom.train' has no attribute '{name}'")
+_MODULES = {
+    "jobs": (
+        "Pinned",
+        "TrainingSetup",
+    ),
+    "run": (
+        "attempted",
+        "export",
+        "sweep",
+        "train",
+    ),
+    "setup": (
+        "bare_step",
+        "make_job",
+    ),
+    "trainer": ("TrainResult",),
+}
+__getattr__ = importer(__name__, _MODULES)

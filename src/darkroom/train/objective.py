@@ -141,7 +141,6 @@ def _refuse_impossible(config: Mapping[str, Any]) -> None:
         )
 
 
-"""Losses that have a threshold."""
 _PLAIN, _EVENLY = LossSettings(), TimestepSettings()
 
 
