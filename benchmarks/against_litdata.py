@@ -18,7 +18,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -56,7 +56,7 @@ class Repeat:
     first_s: float
 
 
-def repeated(opened: Callable[[], Iterator[int]], epochs: int, drawn: int, cold: bool) -> Repeat:
+def repeated(opened: Callable[[], Generator[int, None, None]], epochs: int, drawn: int, cold: bool) -> Repeat:
     """Draws a first epoch and then `epochs` that are timed; cold, only those, opening included."""
     began = time.perf_counter()
     counts = opened()
@@ -65,7 +65,7 @@ def repeated(opened: Callable[[], Iterator[int]], epochs: int, drawn: int, cold:
     began, began_cpu = time.perf_counter(), time.process_time()
     counted += [next(counts) for _ in range(epochs)]
     wall_s, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu
-    counts.close()  # type: ignore[attr-defined]
+    counts.close()
     if set(counted) != {drawn}:
         raise SystemExit(f"an epoch should have {drawn} rows: {counted}")
     return Repeat(wall_s / epochs, cpu_s / epochs, first_s)
@@ -92,12 +92,12 @@ def main() -> None:
         order = Order(store.fragments, seed=0, global_batch=asked.batch)
         read = ReadSettings(latents=COLUMN.name, caption=True)
 
-        def darkroom() -> Iterator[int]:
+        def darkroom() -> Generator[int, None, None]:
             with Loader(store, order, read=read, workers=2) as loader:
                 while True:
                     yield sum(len(one) for one in islice(loader, batches))
 
-        def peer() -> Iterator[int]:
+        def peer() -> Generator[int, None, None]:
             data = litdata.StreamingDataset(str(chunks), shuffle=True, seed=0, drop_last=True)
             loader = litdata.StreamingDataLoader(data, batch_size=asked.batch, num_workers=0, drop_last=True)
             while True:
