@@ -5,7 +5,8 @@
 
 The rows are those of `darkroom bench loader`: float16 moments of 32 KB with a caption. litdata keeps them in
 chunks of 64 MB and hands out shuffled batches in this process (`num_workers=0`: no batch is copied between
-processes), darkroom on its two threads. As in a training each is opened once for several epochs; the first,
+processes), darkroom on its two threads, once from the store each time and once with `data.cache`, where the
+first epoch writes the rows into files that later ones map. As in a training each is opened once for several epochs; the first,
 in which memory is new to the process, is the row's warm-up (`--cold`: each epoch is opened anew, and that
 memory counts). 60,000 rows take 2 GB, three times what the loader keeps: of 20,000 it keeps nearly all from
 one epoch to the next. The file cache is warm. In turns; the note has what each samples in a second of all
@@ -29,12 +30,14 @@ import numpy as np
 
 from darkroom.data.loader import Loader, ReadSettings
 from darkroom.data.order import Order
+from darkroom.data.row_files import RowFiles
 from darkroom.data.store import Store
 from darkroom.hardware.system import load_average
 from darkroom.measure.loading import COLUMN, ROW_BYTES, SHAPE, make_store
 from darkroom.measure.timing import Timing, append_csv, measurement
 
 DARKROOM, LITDATA = "darkroom, from the store", "litdata, in its process"
+CACHED = "darkroom, with data.cache"
 
 
 def rows_of(path: str) -> Iterator[dict[str, Any]]:
@@ -92,8 +95,8 @@ def main() -> None:
         order = Order(store.fragments, seed=0, global_batch=asked.batch)
         read = ReadSettings(latents=COLUMN.name, caption=True)
 
-        def darkroom() -> Generator[int, None, None]:
-            with Loader(store, order, read=read, workers=2) as loader:
+        def darkroom(files: RowFiles | None = None) -> Generator[int, None, None]:
+            with Loader(store, order, read=read, workers=2, files=files) as loader:
                 while True:
                     yield sum(len(one) for one in islice(loader, batches))
 
@@ -103,7 +106,10 @@ def main() -> None:
             while True:
                 yield sum(len(one["moments"]) for one in loader)
 
-        epochs = {LITDATA: peer, DARKROOM: darkroom}
+        def cached() -> Generator[int, None, None]:
+            return darkroom(RowFiles(Path(place) / "rows"))
+
+        epochs = {LITDATA: peer, DARKROOM: darkroom, CACHED: cached}
         found: dict[str, list[Repeat]] = {name: [] for name in epochs}
         load = load_average()
         for _ in range(asked.repeats):

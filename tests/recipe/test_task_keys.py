@@ -27,6 +27,7 @@ NEEDS: dict[tuple[str, ...], dict[str, Any]] = {
     ("data.augment.share",): {"data.encode": "inline", "data.augment.hue": 0.1},
     ("data.crop", "data.flip", "data.augment"): {"data.encode": "inline"},
     ("objective.unmasked_weight",): {"data.mask": "mask"},
+    ("data.cache_gb",): {"data.cache": "rows"},
     ("adapter.conv_rank", "adapter.conv_alpha"): {"adapter.targets": "conv"},
     ("adapter.factor", "adapter.decompose_both"): {"adapter.kind": "lokr"},
     ("model.base_precision", "train.blocks_to_swap", "optim.loraplus_lr_ratio"): {"adapter.rank": 2},

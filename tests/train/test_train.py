@@ -363,3 +363,35 @@ def test_a_store_at_its_pinned_version(recipe_of: MakeRecipe, store_path: Path, 
     pinned = Run.open(result.run).environment["store"]
     assert (pinned["version"], pinned["rows"]) == (store.version, 44)
     assert any(version == store.version for version in store.pins().values())
+
+
+def test_rows_kept_in_files_change_nothing_but_where_they_are_read(
+    recipe_of: MakeRecipe, tmp_path: Path
+) -> None:
+    """A run may begin to keep them, elsewhere or no longer, when it is resumed."""
+    steps = ("train.steps=2", "train.steps=4", "train.steps=6")
+    caches: tuple[tuple[str, ...], ...] = (
+        (f"data.cache={tmp_path / 'rows'}", "data.cache_gb=1"),
+        (),
+        (f"data.cache={tmp_path / 'others'}",),
+    )
+    for more, cache in zip(steps, caches, strict=True):
+        quietly(recipe_of("pretrain", more, *cache), tmp_path / "cached")
+    quietly(recipe_of("pretrain", steps[-1]), tmp_path / "plain")
+    losses = [
+        [row["loss"] for row in Run.open(tmp_path / name).metrics() if "loss" in row]
+        for name in ("cached", "plain")
+    ]
+    assert losses[0] == losses[1]
+    assert list((tmp_path / "rows").rglob("*.rows"))
+    assert list((tmp_path / "others").rglob("*.rows"))
+
+
+def test_rows_that_cannot_be_kept_are_refused(recipe_of: MakeRecipe, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecipeError, match=r"data\.cache: .*file/rows"):
+        quietly(recipe_of("pretrain", f"data.cache={tmp_path / 'file' / 'rows'}"), tmp_path / "run")
+    with pytest.raises(RecipeError, match=r"data\.cache_gb: given, but nothing reads it.*data\.cache"):
+        recipe_of("pretrain", "data.cache_gb=3").check()
+    with pytest.raises(RecipeError, match=r"data\.cache: .*online"):
+        recipe_of("pretrain", "data.encode=online", "data.cache=rows").check()

@@ -5,12 +5,14 @@ Legend: B rows of a batch, N rows of a block, C channels, h and w latent pixels,
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -20,6 +22,7 @@ import pyarrow as pa
 
 from darkroom.data.images import PictureError, decode, resize_crop
 from darkroom.data.order import Ints, SampleOrder
+from darkroom.data.row_files import RowFiles
 from darkroom.data.store import Store
 from darkroom.errors import ColumnError, InputError, LoaderError
 
@@ -167,6 +170,13 @@ class _FragmentRows:
     def __init__(self, fragment: Any, columns: list[str]) -> None:
         self._fragment, self._columns = fragment, columns
 
+    @cached_property
+    def content(self) -> bytes:
+        """A hash of what the rows are: files are named anew when they change."""
+        held = self._fragment.metadata.to_json()
+        parts = [held[name] for name in ("files", "overlays", "deletion_file", "physical_rows")]
+        return hashlib.sha256(json.dumps([self._columns, *parts]).encode()).digest()
+
     def take(self, rows: list[int]) -> pa.Table:
         """Rows by their number in the fragment."""
         return self._fragment.take(rows, columns=self._columns)
@@ -185,14 +195,17 @@ class _OpenRows(_FragmentRows):
 
 
 class Reader:
-    """Reads rows of an order from a store, by fragment, only the columns that are wanted."""
+    """Reads rows of an order from a store, by fragment, only the columns that are wanted; whole blocks from
+    `files` where they are kept there."""
 
-    def __init__(self, store: Store, order: SampleOrder, wanted: Sequence[Wanted]) -> None:
+    def __init__(
+        self, store: Store, order: SampleOrder, wanted: Sequence[Wanted], files: RowFiles | None = None
+    ) -> None:
         known = store.columns()
         for want in wanted:
             if want.column not in known:
                 raise ColumnError(f"{store.path} has no column {want.column}", allowed=", ".join(known))
-        self._order, self._wanted = order, list(wanted)
+        self._order, self._wanted, self._files = order, list(wanted), files
         self._starts = np.array([fragment.offset for fragment in store.fragments], dtype=np.int64)
         self._columns = [want.column for want in wanted]
         fragments = store.dataset.get_fragments()
@@ -204,19 +217,43 @@ class Reader:
 
     def block(self, number: int) -> Block:
         """A whole block of the order."""
+        indices, parts = self._whole(number)
+        if self._files is None or not self._columns:
+            return replace(self.rows(indices), first=int(indices[0]))
+        table = self._files.table(_name(parts), partial(_table, parts))
+        return replace(self._parsed(table), first=int(indices[0]))
+
+    def row_bytes(self, index: Ints) -> float:
+        """What a row holds in memory: by the one at `index`, or its block, where blocks are kept in files."""
+        number = int(self._order.block_of(index)[0])
+        if not self.keeps(number):
+            return self.rows(index).memory_bytes
+        return self.block(number).memory_bytes / self._order.block(number)[1]
+
+    def keeps(self, number: int) -> bool:
+        """Whether a block is kept in a file, or would be when it is read."""
+        return self._files is not None and self._files.keeps(_name(self._whole(number)[1]))
+
+    def _whole(self, number: int) -> tuple[Ints, list[_Part]]:
         first, count = self._order.block(number)
-        return replace(self.rows(np.arange(first, first + count)), first=first)
+        indices = np.arange(first, first + count)
+        return indices, self._parts(indices)
 
     def rows(self, indices: Ints) -> Block:
         """Rows by the order's ascending indices; repeats are allowed."""
         if not self._columns:
             return Block({}, 0)
+        return self._parsed(_table(self._parts(indices)))
+
+    def _parts(self, indices: Ints) -> list[_Part]:
+        """Which rows of which fragments are meant, in order."""
         positions = self._order.positions(indices)
         fragments = np.searchsorted(self._starts, positions, side="right") - 1
         cuts = [0, *(np.flatnonzero(np.diff(fragments)) + 1).tolist(), len(positions)]
         inside = positions - self._starts[fragments]
-        tables = [self._fragments[fragments[a]].take(inside[a:b].tolist()) for a, b in pairwise(cuts)]
-        table = (pa.concat_tables(tables) if len(tables) > 1 else tables[0]).combine_chunks()
+        return [(self._fragments[fragments[a]], inside[a:b].tolist()) for a, b in pairwise(cuts)]
+
+    def _parsed(self, table: pa.Table) -> Block:
         values: dict[str, Values] = {}
         memory_bytes = 0
         for want in self._wanted:
@@ -226,6 +263,23 @@ class Reader:
             memory_bytes += sum(array.nbytes for array in arrays) if arrays else column.nbytes
             values |= parsed
         return Block(values, memory_bytes)
+
+
+_Part: TypeAlias = tuple[_FragmentRows, list[int]]
+
+
+def _name(parts: Sequence[_Part]) -> str:
+    """What the file of these rows is called: a hash of what they are."""
+    found = hashlib.sha256()
+    for fragment, rows in parts:
+        found.update(fragment.content + np.array([len(rows), *rows], np.int64).tobytes())
+    return found.hexdigest()
+
+
+def _table(parts: Sequence[_Part]) -> pa.Table:
+    """Rows of fragments, read and put together; each column is one chunk."""
+    tables = [fragment.take(rows) for fragment, rows in parts]
+    return (pa.concat_tables(tables) if len(tables) > 1 else tables[0]).combine_chunks()
 
 
 class BlockCache:

@@ -49,6 +49,7 @@ from darkroom.data.blocks import (
 from darkroom.data.draws import Purpose
 from darkroom.data.images import ColourChange
 from darkroom.data.order import BatchRows, Ints, Order, OrderSettings, SampleOrder
+from darkroom.data.row_files import RowFiles
 from darkroom.data.store import Store
 from darkroom.errors import InputError, LoaderError
 
@@ -140,6 +141,7 @@ class Loader:
     An error on a worker thread is raised by next() (and closes the loader); so is LoaderError when no batch
     comes for `timeout_s`. All needed columns stay in memory when they take at most half of `memory_bytes`;
     else two windows of blocks do; when not even those fit, rows are read one by one, which is slower.
+    Blocks that are read are kept in `files`, if any, and mapped from there when they are needed again.
     `wait_s` sums up how long callers stood still, `memory_bytes` what the cache holds now.
     """
 
@@ -158,10 +160,11 @@ class Loader:
         timeout_s: float = 120.0,
         memory_bytes: int = 1 << 30,
         pin_memory: bool = False,
+        files: RowFiles | None = None,
     ) -> None:
         if workers < 1 or ahead < 1:
             raise InputError(f"workers={workers}, ahead={ahead}", allowed="1 or more of each")
-        self._order, self._read = order, read
+        self._order, self._read, self._files = order, read, files
         self._rank, self._world_size = rank, world_size
         self._ahead, self._timeout_s = ahead, timeout_s
         self._next, self._end = start, end
@@ -170,10 +173,10 @@ class Loader:
         # Asked twice for each batch: once to fetch its blocks ahead, once to build it.
         self._rows: Callable[[int], BatchRows] = lru_cache(maxsize=128)(self._find_rows)
         first = self._rows(start)
-        self._reader = Reader(store, order, _wanted(read))
+        self._reader = Reader(store, order, _wanted(read), files)
         self._plan = _plan_memory(self._reader, order, first, world_size, memory_bytes)
         if _keeps_decoded(read, order, memory_bytes):
-            self._reader = Reader(store, order, _wanted(read, decoded=True))
+            self._reader = Reader(store, order, _wanted(read, decoded=True), files)
         self._assembler = Assembler(read, self._blocks, empty=_empty_states(store, read), pin=pin_memory)
         self._cache = BlockCache(self._reader.block, self._plan.capacity_bytes)
         self._batches: dict[int, Future[Batch]] = {}
@@ -263,14 +266,32 @@ class Loader:
 
     def _blocks(self, indices: Ints) -> tuple[list[Block], list[Ints]]:
         """The blocks of ascending indices, and which rows of each are meant."""
-        if not self._plan.cached:
-            distinct, inverse = np.unique(indices, return_inverse=True)
-            return [self._reader.rows(distinct)], [inverse]
+        if not self._plan.cached and self._files is None:
+            return _each([self._some_rows(indices)])
         numbers = self._order.block_of(indices)
         bounds = np.r_[0, np.flatnonzero(np.diff(numbers)) + 1, len(indices)]
-        blocks = self._cache.get(numbers[bounds[:-1]].tolist())
+        parts = list(itertools.pairwise(bounds.tolist()))
+        wanted = numbers[bounds[:-1]].tolist()
+        if not self._plan.cached:
+            return _each([self._kept(n, indices[a:b]) for n, (a, b) in zip(wanted, parts, strict=True)])
+        blocks = self._cache.get(wanted)
         inside = indices - np.repeat([block.first for block in blocks], np.diff(bounds))
-        return blocks, [inside[a:b] for a, b in itertools.pairwise(bounds.tolist())]
+        return blocks, [inside[a:b] for a, b in parts]
+
+    def _some_rows(self, indices: Ints) -> tuple[Block, Ints]:
+        distinct, inverse = np.unique(indices, return_inverse=True)
+        return self._reader.rows(distinct), inverse
+
+    def _kept(self, number: int, indices: Ints) -> tuple[Block, Ints]:
+        """Rows of one block, which is read whole where it is kept in a file or can be."""
+        if not self._reader.keeps(number):
+            return self._some_rows(indices)
+        block = self._reader.block(number)
+        return block, indices - block.first
+
+
+def _each(found: Sequence[tuple[Block, Ints]]) -> tuple[list[Block], list[Ints]]:
+    return [block for block, _ in found], [rows for _, rows in found]
 
 
 @contextmanager
@@ -284,6 +305,7 @@ def open_batches(
     workers: int = 2,
     ahead: int = 4,
     pin_memory: bool = False,
+    files: RowFiles | None = None,
 ) -> Iterator[Iterator[Mapping[str, Any]]]:
     """The columns of global batches from step `k` on, each rank its slice; of two sources rows of both by
     turns. Loaders, one a source, end on leaving; arguments as `Loader` takes them.
@@ -302,6 +324,7 @@ def open_batches(
                     workers=workers,
                     ahead=ahead,
                     pin_memory=pin_memory,
+                    files=files,
                 )
             )
             for store, order, read in sources
@@ -571,8 +594,8 @@ class _Memory:
 def _plan_memory(
     reader: Reader, order: SampleOrder, rows: BatchRows, world_size: int, memory_bytes: int
 ) -> _Memory:
-    """Keep everything, two windows of blocks, or nothing: by the size of one row that is read to see."""
-    row_bytes = reader.rows(rows.indices_B[:1]).memory_bytes
+    """Keep everything, two windows of blocks, or nothing: by the size of rows that are read to see."""
+    row_bytes = reader.row_bytes(rows.indices_B[:1])
     window_batches = -(-order.window_rows // order.global_batch)
     if row_bytes * order.num_rows <= memory_bytes // 2:
         return _Memory(True, memory_bytes, window_batches)

@@ -342,7 +342,7 @@ NO_EFFECT: dict[str, tuple[str, ...]] = {
         *("compile", "tf32", "cudnn_benchmark"),
     ),
     "optim": ("warmup_steps", "lr_schedule", "final_lr_ratio"),
-    "data": ("filter", "holdout", "workers", "prefetch_batches"),
+    "data": ("filter", "holdout", "workers", "prefetch_batches", "cache", "cache_gb"),
     "sample": ("seed", "steps", "solver"),
 }
 """What changes neither an operation of a step nor a tensor; precision, batch and what kernels are computed by

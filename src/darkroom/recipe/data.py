@@ -182,6 +182,17 @@ class DataSettings(BaseModel):
     buckets: bool = Field(default=False, description="batches of one aspect ratio instead of square crops")
     workers: int = Field(default=2, ge=1, le=256, description="threads that read and decode")
     prefetch_batches: int = Field(default=4, ge=1, le=1024, description="batches read ahead")
+    cache: str | None = Field(
+        default=None,
+        description="folder on a local disk where rows that are read are kept as files: of a store at an "
+        "address each machine downloads a row once; what lies there is never needed and may be deleted",
+    )
+    cache_gb: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e9,
+        description="the most that the files take; null: what the disk has, less a tenth",
+    )
 
     @property
     def sides(self) -> tuple[int, ...]:

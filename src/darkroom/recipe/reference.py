@@ -65,6 +65,7 @@ _UNITS = {
     "layers": ("data.clip_skip",),
     "threads": ("data.workers",),
     "batches": ("data.prefetch_batches",),
+    "GB": ("data.cache_gb",),
     "processes": ("parallel.devices", "data.online.encoders", "data.online.cpu_workers"),
     "machines": ("parallel.nodes",),
     "s": ("data.online.timeout_s", "parallel.timeout_s"),

@@ -365,6 +365,8 @@ def check_online(task: str, data: DataSettings) -> None:
         )
     if data.store is None:
         raise RecipeError("data.encode", "online without data.store", allowed="inline or auto, with a folder")
+    if data.cache is not None:
+        raise RecipeError("data.cache", "given with data.encode=online, whose rows other machines read")
 
 
 SHARDED_TASKS = ("pretrain", "finetune", "distill")

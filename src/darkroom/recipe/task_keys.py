@@ -99,6 +99,7 @@ _FALLING = ("cosine", "cosine-with-restarts", "linear", "polynomial")
 _GROUPS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, ...]]], ...] = (
     (("model.vocab_size", "model.max_length"), {"model.tokenizer": ("train",)}),
     (("data.augment.share",), {_COLOURS: ()}),
+    (("data.cache_gb",), {"data.cache": ()}),
     (("data.keep_tokens",), {_TAGS: ()}),
     (("data.token_warmup_min",), {"data.token_warmup_steps": ()}),
     (("objective.loss.huber_c", "objective.loss.huber_schedule"), {"objective.loss.type": HUBER}),

@@ -581,6 +581,8 @@ HARMLESS = (
     *(
         "data.workers",
         "data.prefetch_batches",
+        "data.cache",
+        "data.cache_gb",
         "data.store",
         "data.online.*",
         "parallel.timeout_s",

@@ -23,6 +23,7 @@ from darkroom.data.mixing import (
     listed_buckets,
 )
 from darkroom.data.order import BatchRows, BucketOrder, Ints, Order, OrderSettings, Rows, SampleOrder
+from darkroom.data.row_files import RowFiles
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
@@ -149,8 +150,11 @@ def make_feed(
     order: SampleOrder,
     device: torch.device,
     ranks: Ranks = ALONE,
+    files: RowFiles | None = None,
 ) -> Feed:
-    """The stream of this rank's batches; a second store's rows, of class pictures, go between the first's."""
+    """The stream of this rank's batches; a second store's rows, of class pictures, go between the first's.
+    What is read is kept in `files`, if any.
+    """
     store, *others = stores
     sources = [(store, order, task.read)]
     if isinstance(task, Preference):  # pairs: the same rows, captions and draws
@@ -166,7 +170,19 @@ def make_feed(
         workers=data.workers,
         ahead=data.prefetch_batches,
         pin_memory=accelerator.kind_of(device).streams,
+        files=files,
     )
+
+
+def make_row_files(data: DataSettings, say: Callable[[str], object]) -> RowFiles | None:
+    """The folder in which a recipe has the rows that are read kept, if any; `say` hears that it is full."""
+    if data.cache is None:
+        return None
+    limit = None if data.cache_gb is None else int(data.cache_gb * 1e9)
+    try:
+        return RowFiles(data.cache, limit_bytes=limit, say=say)
+    except OSError as error:
+        raise RecipeError("data.cache", f"{data.cache}: {error.strerror}") from error
 
 
 class _OrderSizedAs(Order):

@@ -58,6 +58,7 @@ from darkroom.train.feed import (
     bucket_step,
     make_feed,
     make_order,
+    make_row_files,
     read_once,
     rows_an_epoch,
     rows_of_one_size,
@@ -162,6 +163,7 @@ def make_job(
     """
     recipe.check(ranks.size)
     data, train, optim, side = recipe.data, recipe.train, recipe.optim, recipe.data.resolution
+    files = make_row_files(data, say)
     store = _opened_store(recipe.task, data, pinned, feed, say, ranks)
     train_rows, held_rows = select_rows(store, data)
     contents = ranks.broadcast(lambda: contents_of(store, pinned.contents, columns_read(data)))
@@ -207,12 +209,11 @@ def make_job(
         flops = flops_per_image(task, one_row())
     if recipe.evaluate.every_images and (ranks.first or ranks.sharded):
         scores = Scores(recipe.evaluate, recipe.sample, data, task.read, store, held_rows, device)
-    rows = held_rows if len(held_rows) else train_rows
     return TrainingSetup(
         recipe=recipe,
         task=task,
         step=step,
-        feed=feed or make_feed(*fed),
+        feed=feed or make_feed(*fed, files=files),
         rows_of=None if foreign else lambda k: order.batch(k).positions_B.tolist(),
         flops=flops,
         device=device,
@@ -223,7 +224,7 @@ def make_job(
         heldout=heldout,
         scores=scores,
         calibration=calibration,
-        prompts=_prompts(recipe.sample_prompts, recipe.sample.num, store, rows),
+        prompts=_prompts(recipe.sample_prompts, recipe.sample.num, store, held_rows or train_rows),
         notes=notes,
         ranks=ranks,
     )

@@ -1,0 +1,172 @@
+"""Rows read from a store, kept as files on a local disk and mapped from there the next time.
+
+For a store at an address, which is then downloaded once and not in every epoch, and for one that is larger
+than what the loader keeps in memory: mapped rows lie in the system's file cache, which the processes of a
+machine share. A file holds a block of rows as an Arrow stream and a sum over its bytes. Its name is a hash of
+what was read: rows that change have another name, and stale ones are never found.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from darkroom.hardware.system import atomic_replace, remove_file, sync_file
+
+FOLDER = "darkroom-rows"
+"""What the files lie in, in the folder that the user named: nothing else there is ever looked at."""
+NAME = re.compile(r"[0-9a-f]{64}\.rows(\.[0-9a-f]+)?")
+UNREAD_DAYS = 30
+"""Files that no run has read for so long are removed when the next one starts."""
+FREE_SHARE = 0.1
+"""Of the disk, left free."""
+SUM_BYTES = 8
+
+
+class RowFiles:
+    """A folder of blocks of rows, which processes may share; threads may call it.
+
+    Where it is full (`limit_bytes`, and a tenth of the disk stays free) further blocks are read from the
+    store each time; `say` hears it. OSError where the folder cannot be made or written to.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        limit_bytes: int | None = None,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
+        self.folder = Path(folder) / FOLDER
+        self._full, self._say = False, say
+        self._limit_bytes = limit_bytes
+        self._checked: set[str] = set()
+        self._lock = threading.Lock()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.folder))
+        self.used_bytes = self._count(remove_after_s=UNREAD_DAYS * 86400)
+        self._uncounted_bytes = 0
+
+    def table(self, name: str, read: Callable[[], pa.Table]) -> pa.Table:
+        """The table of that name (64 hex digits), mapped from its file; the first time `read` and kept."""
+        path = self._path(name)
+        kept = self._mapped(path)
+        if kept is not None:
+            return kept
+        table = read()
+        if not self._full:
+            self._write(path, table)
+        return table
+
+    def keeps(self, name: str) -> bool:
+        """Whether the table of that name is there, or is kept when it is read."""
+        return not self._full or self._path(name).exists()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / name[:2] / f"{name}.rows"
+
+    def _mapped(self, path: Path) -> pa.Table | None:
+        """What a file holds, its columns in the mapped memory; None where it is not there or is damaged."""
+        try:
+            with pa.memory_map(str(path)) as file:
+                data = file.read_buffer()
+        except FileNotFoundError:
+            return None
+        if path.name not in self._checked:
+            if not _is_whole(data):
+                remove_file(path)
+                return None
+            os.utime(path)
+            self._checked.add(path.name)
+        return pa.ipc.open_stream(data).read_all()
+
+    def _write(self, path: Path, table: pa.Table) -> None:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        data = sink.getvalue()
+        if not self._fits(data.size + SUM_BYTES):
+            self._stop()
+            return
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.write(_sum(data).to_bytes(SUM_BYTES, "little"))
+            sync_file(temporary)  # else a power cut may leave the name without all of the bytes
+            try:
+                atomic_replace(temporary, path)
+            except PermissionError:  # on Windows, where another process has it mapped: it is the same
+                if not path.exists():
+                    raise
+                remove_file(temporary)
+        except OSError as error:
+            remove_file(temporary)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._stop()
+
+    def _stop(self) -> None:
+        with self._lock:
+            first, self._full = not self._full, True
+        if first and self._say is not None:
+            self._say(f"{self.folder} is full: the rows that it lacks are read from the store each time")
+
+    def _fits(self, size: int) -> bool:
+        """Whether a file of so many bytes still has its place; other processes' are counted now and then."""
+        with self._lock:
+            self.used_bytes += size
+            self._uncounted_bytes += size
+            if self._limit_bytes is not None:
+                if self._uncounted_bytes > self._limit_bytes / 20:
+                    self.used_bytes, self._uncounted_bytes = self._count() + size, 0
+                if self.used_bytes > self._limit_bytes:
+                    return False
+        disk = shutil.disk_usage(self.folder)
+        return disk.free - size > FREE_SHARE * disk.total
+
+    def _count(self, *, remove_after_s: float | None = None) -> int:
+        """Bytes of the files; those not read for so long are removed first."""
+        total, now = 0, time.time()
+        for entry in self._files():
+            try:
+                found = entry.stat()
+            except FileNotFoundError:  # another process was quicker
+                continue
+            if remove_after_s is not None and now - found.st_mtime > remove_after_s:
+                remove_file(entry.path)
+            else:
+                total += found.st_size
+        return total
+
+    def _files(self) -> Iterator[os.DirEntry[str]]:
+        for part in os.scandir(self.folder):
+            if part.is_dir(follow_symlinks=False):
+                with os.scandir(part.path) as entries:
+                    yield from (entry for entry in entries if NAME.fullmatch(entry.name))
+
+
+def _sum(data: pa.Buffer) -> int:
+    """A sum over a stream's bytes, which are a multiple of eight, as 64-bit numbers, and their count."""
+    size: int = data.size
+    total = int(np.frombuffer(data, np.uint64).sum()) + size
+    return total % (1 << 8 * SUM_BYTES)
+
+
+def _is_whole(data: pa.Buffer) -> bool:
+    if data.size < 2 * SUM_BYTES or data.size % 8:
+        return False
+    end = data.size - SUM_BYTES
+    return _sum(data.slice(0, end)) == int.from_bytes(data.slice(end), "little")
