@@ -6,11 +6,11 @@
 The rows are those of `darkroom bench loader`: float16 moments of 32 KB with a caption. litdata keeps them in
 chunks of 64 MB and hands out shuffled batches in this process (`num_workers=0`: no batch is copied between
 processes), darkroom on its two threads, once from the store each time and once with `data.cache`, where the
-first epoch writes the rows into files that later ones map. As in a training each is opened once for several epochs; the first,
-in which memory is new to the process, is the row's warm-up (`--cold`: each epoch is opened anew, and that
-memory counts). 60,000 rows take 2 GB, three times what the loader keeps: of 20,000 it keeps nearly all from
-one epoch to the next. The file cache is warm. In turns; the note has what each samples in a second of all
-its processor time, and a baseline is litdata's seconds.
+first epoch writes the rows into files that later ones map. As in a training each is opened once for several
+epochs; the first, in which memory is new to the process, is the row's warm-up (`--cold`: each epoch is opened
+anew, and that memory counts). 60,000 rows take 2 GB, three times what the loader keeps: of 20,000 it keeps
+nearly all from one epoch to the next. The file cache is warm. In turns; the note has what each samples in a
+second of all its processor time, and a baseline is litdata's seconds.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=2, help="timed in a repeat, after one that is not")
     parser.add_argument("--cold", action="store_true", help="open both anew for every epoch")
-    parser.add_argument("--folder", help="where the rows lie meanwhile; 64 KB a row")
+    parser.add_argument("--folder", help="where the rows lie meanwhile; 96 KB a row")
     asked = parser.parse_args()
     batches = asked.rows // asked.batch
     drawn = batches * asked.batch
