@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -195,7 +195,7 @@ class _OpenRows(_FragmentRows):
 
 
 class Reader:
-    """Reads rows of an order from a store, by fragment, only the columns that are wanted; whole blocks from
+    """Reads rows of an order from a store, by fragment, only the columns that are wanted, from
     `files` where they are kept there."""
 
     def __init__(
@@ -216,34 +216,48 @@ class Reader:
             self._fragments = [_OpenRows(fragment, self._columns) for fragment in fragments]
 
     def block(self, number: int) -> Block:
-        """A whole block of the order."""
-        indices, parts = self._whole(number)
-        if self._files is None or not self._columns:
-            return replace(self.rows(indices), first=int(indices[0]))
-        table = self._files.table(_name(parts), partial(_table, parts))
-        return replace(self._parsed(table), first=int(indices[0]))
-
-    def row_bytes(self, index: Ints) -> float:
-        """What a row holds in memory: by the one at `index`, or its block, where blocks are kept in files."""
-        number = int(self._order.block_of(index)[0])
-        if not self.keeps(number):
-            return self.rows(index).memory_bytes
-        return self.block(number).memory_bytes / self._order.block(number)[1]
-
-    def keeps(self, number: int) -> bool:
-        """Whether a block is kept in a file, or would be when it is read."""
-        return self._files is not None and self._files.keeps(_name(self._whole(number)[1]))
-
-    def _whole(self, number: int) -> tuple[Ints, list[_Part]]:
+        """A whole block of the order; from one file, where rows are kept."""
         first, count = self._order.block(number)
-        indices = np.arange(first, first + count)
-        return indices, self._parts(indices)
+        if not self._columns:
+            return Block({}, 0, first)
+        parts = self._parts(np.arange(first, first + count))
+        return replace(self._parsed(self._kept(parts)), first=first)
 
     def rows(self, indices: Ints) -> Block:
-        """Rows by the order's ascending indices; repeats are allowed."""
+        """Rows by the order's ascending indices; repeats are allowed. Each from a file of its own, where rows
+        are kept; those that lack are read together.
+        """
         if not self._columns:
             return Block({}, 0)
-        return self._parsed(_table(self._parts(indices)))
+        if self._files is None:
+            return self._parsed(_table(self._parts(indices)))
+        names = [_name(self._parts(index)) for index in indices[:, None]]
+        places = {name: i for i, name in enumerate(names)}
+        found = {name: self._files.get(name) for name in places}
+        lacking = [name for name, table in found.items() if table is None]
+        if lacking:
+            table = _table(self._parts(indices[[places[name] for name in lacking]]))
+            for i, name in enumerate(lacking):
+                found[name] = table.slice(i, 1)
+                self._files.keep(name, table.slice(i, 1))
+        return self._parsed(pa.concat_tables([found[name] for name in names]).combine_chunks())
+
+    def row_bytes(self, index: Ints) -> float:
+        """What a row holds in memory, by the one at `index`, or its block, where rows are kept."""
+        if self._files is None:
+            return self.rows(index).memory_bytes
+        number = int(self._order.block_of(index)[0])
+        return self.block(number).memory_bytes / self._order.block(number)[1]
+
+    def _kept(self, parts: list[_Part]) -> pa.Table:
+        if self._files is None:
+            return _table(parts)
+        name = _name(parts)
+        table = self._files.get(name)
+        if table is None:
+            table = _table(parts)
+            self._files.keep(name, table)
+        return table
 
     def _parts(self, indices: Ints) -> list[_Part]:
         """Which rows of which fragments are meant, in order."""

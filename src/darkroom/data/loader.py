@@ -141,7 +141,7 @@ class Loader:
     An error on a worker thread is raised by next() (and closes the loader); so is LoaderError when no batch
     comes for `timeout_s`. All needed columns stay in memory when they take at most half of `memory_bytes`;
     else two windows of blocks do; when not even those fit, rows are read one by one, which is slower.
-    Blocks that are read are kept in `files`, if any, and mapped from there when they are needed again.
+    What is read is kept in `files`, if any, and comes from there when it is needed again.
     `wait_s` sums up how long callers stood still, `memory_bytes` what the cache holds now.
     """
 
@@ -164,7 +164,7 @@ class Loader:
     ) -> None:
         if workers < 1 or ahead < 1:
             raise InputError(f"workers={workers}, ahead={ahead}", allowed="1 or more of each")
-        self._order, self._read, self._files = order, read, files
+        self._order, self._read = order, read
         self._rank, self._world_size = rank, world_size
         self._ahead, self._timeout_s = ahead, timeout_s
         self._next, self._end = start, end
@@ -266,32 +266,14 @@ class Loader:
 
     def _blocks(self, indices: Ints) -> tuple[list[Block], list[Ints]]:
         """The blocks of ascending indices, and which rows of each are meant."""
-        if not self._plan.cached and self._files is None:
-            return _each([self._some_rows(indices)])
+        if not self._plan.cached:
+            distinct, inverse = np.unique(indices, return_inverse=True)
+            return [self._reader.rows(distinct)], [inverse]
         numbers = self._order.block_of(indices)
         bounds = np.r_[0, np.flatnonzero(np.diff(numbers)) + 1, len(indices)]
-        parts = list(itertools.pairwise(bounds.tolist()))
-        wanted = numbers[bounds[:-1]].tolist()
-        if not self._plan.cached:
-            return _each([self._kept(n, indices[a:b]) for n, (a, b) in zip(wanted, parts, strict=True)])
-        blocks = self._cache.get(wanted)
+        blocks = self._cache.get(numbers[bounds[:-1]].tolist())
         inside = indices - np.repeat([block.first for block in blocks], np.diff(bounds))
-        return blocks, [inside[a:b] for a, b in parts]
-
-    def _some_rows(self, indices: Ints) -> tuple[Block, Ints]:
-        distinct, inverse = np.unique(indices, return_inverse=True)
-        return self._reader.rows(distinct), inverse
-
-    def _kept(self, number: int, indices: Ints) -> tuple[Block, Ints]:
-        """Rows of one block, which is read whole where it is kept in a file or can be."""
-        if not self._reader.keeps(number):
-            return self._some_rows(indices)
-        block = self._reader.block(number)
-        return block, indices - block.first
-
-
-def _each(found: Sequence[tuple[Block, Ints]]) -> tuple[list[Block], list[Ints]]:
-    return [block for block, _ in found], [rows for _, rows in found]
+        return blocks, [inside[a:b] for a, b in itertools.pairwise(bounds.tolist())]
 
 
 @contextmanager

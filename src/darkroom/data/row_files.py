@@ -2,8 +2,8 @@
 
 For a store at an address, which is then downloaded once and not in every epoch, and for one that is larger
 than what the loader keeps in memory: mapped rows lie in the system's file cache, which the processes of a
-machine share. A file holds a block of rows as an Arrow stream and a sum over its bytes. Its name is a hash of
-what was read: rows that change have another name, and stale ones are never found.
+machine share. A file holds a block of rows, or one large row, as an Arrow stream and a sum over its bytes.
+Its name is a hash of what was read: rows that change have another name, and stale ones are never found.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ UNREAD_DAYS = 30
 FREE_SHARE = 0.1
 """Of the disk, left free."""
 SUM_BYTES = 8
+MAPPED_BYTES = 1 << 20
+"""Smaller files are read: a system maps some 65,000 files for a process."""
 
 
 class RowFiles:
-    """A folder of blocks of rows, which processes may share; threads may call it.
+    """A folder of rows, which processes may share; threads may call it.
 
-    Where it is full (`limit_bytes`, and a tenth of the disk stays free) further blocks are read from the
+    Where it is full (`limit_bytes`, and a tenth of the disk stays free) further rows are read from the
     store each time; `say` hears it. OSError where the folder cannot be made or written to.
     """
 
@@ -56,67 +58,53 @@ class RowFiles:
         if not os.access(self.folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.folder))
         self.used_bytes = self._count(remove_after_s=UNREAD_DAYS * 86400)
-        self._uncounted_bytes = 0
+        self._uncounted_bytes = self._writing_bytes = 0
 
-    def table(self, name: str, read: Callable[[], pa.Table]) -> pa.Table:
-        """The table of that name (64 hex digits), mapped from its file; the first time `read` and kept."""
+    def get(self, name: str) -> pa.Table | None:
+        """The table of that name (64 hex digits), large ones in mapped memory; None where it is not kept, or
+        its file is damaged.
+        """
         path = self._path(name)
-        kept = self._mapped(path)
-        if kept is not None:
-            return kept
-        table = read()
-        if not self._full:
-            self._write(path, table)
-        return table
-
-    def keeps(self, name: str) -> bool:
-        """Whether the table of that name is there, or is kept when it is read."""
-        return not self._full or self._path(name).exists()
-
-    def _path(self, name: str) -> Path:
-        return self.folder / name[:2] / f"{name}.rows"
-
-    def _mapped(self, path: Path) -> pa.Table | None:
-        """What a file holds, its columns in the mapped memory; None where it is not there or is damaged."""
         try:
-            with pa.memory_map(str(path)) as file:
-                data = file.read_buffer()
+            data = _content(path)
         except FileNotFoundError:
             return None
-        if path.name not in self._checked:
+        if name not in self._checked:
             if not _is_whole(data):
+                del data  # on Windows what is mapped cannot be removed
                 remove_file(path)
                 return None
             os.utime(path)
-            self._checked.add(path.name)
+            self._checked.add(name)
         return pa.ipc.open_stream(data).read_all()
+
+    def keep(self, name: str, table: pa.Table) -> None:
+        """Write a table's file, unless the folder is full."""
+        if not self._full:
+            self._write(self._path(name), table)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / name[:2] / f"{name}.rows"
 
     def _write(self, path: Path, table: pa.Table) -> None:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table)
         data = sink.getvalue()
-        if not self._fits(data.size + SUM_BYTES):
-            self._stop()
-            return
-        path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+        size = data.size + SUM_BYTES
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.write(_sum(data).to_bytes(SUM_BYTES, "little"))
-            sync_file(temporary)  # else a power cut may leave the name without all of the bytes
-            try:
-                atomic_replace(temporary, path)
-            except PermissionError:  # on Windows, where another process has it mapped: it is the same
-                if not path.exists():
-                    raise
-                remove_file(temporary)
+            if self._fits(size):
+                _write_whole(path, data)
+            else:
+                self._stop()
         except OSError as error:
-            remove_file(temporary)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self._stop()
+        finally:
+            with self._lock:
+                self._writing_bytes -= size
 
     def _stop(self) -> None:
         with self._lock:
@@ -127,11 +115,12 @@ class RowFiles:
     def _fits(self, size: int) -> bool:
         """Whether a file of so many bytes still has its place; other processes' are counted now and then."""
         with self._lock:
+            self._writing_bytes += size
             self.used_bytes += size
             self._uncounted_bytes += size
             if self._limit_bytes is not None:
                 if self._uncounted_bytes > self._limit_bytes / 20:
-                    self.used_bytes, self._uncounted_bytes = self._count() + size, 0
+                    self.used_bytes, self._uncounted_bytes = self._count() + self._writing_bytes, 0
                 if self.used_bytes > self._limit_bytes:
                     return False
         disk = shutil.disk_usage(self.folder)
@@ -156,6 +145,30 @@ class RowFiles:
             if part.is_dir(follow_symlinks=False):
                 with os.scandir(part.path) as entries:
                     yield from (entry for entry in entries if NAME.fullmatch(entry.name))
+
+
+def _content(path: Path) -> pa.Buffer:
+    """A file's bytes: mapped, where few such files would be open at once."""
+    if path.stat().st_size < MAPPED_BYTES:
+        return pa.py_buffer(path.read_bytes())
+    with pa.memory_map(str(path)) as file:
+        return file.read_buffer()
+
+
+def _write_whole(path: Path, data: pa.Buffer) -> None:
+    """Write a stream and its sum, so that the file is there whole or not at all."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.write(_sum(data).to_bytes(SUM_BYTES, "little"))
+        sync_file(temporary)  # else a power cut may leave the name without all of the bytes
+        atomic_replace(temporary, path)
+    except OSError as error:
+        remove_file(temporary)
+        # On Windows where another process has it mapped: it is the same.
+        if not (isinstance(error, PermissionError) and path.exists()):
+            raise
 
 
 def _sum(data: pa.Buffer) -> int:
