@@ -156,7 +156,7 @@ def _content(path: Path) -> pa.Buffer:
 
 
 def _write_whole(path: Path, data: pa.Buffer) -> None:
-    """Write a stream and its sum, so that the file is there whole or not at all."""
+    """Write a stream and its sum, so that no reader finds half of the file."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("wb") as file:
