@@ -20,6 +20,7 @@ from darkroom.hardware.machine import may_find_accelerator, torch_build
 
 LATE = {"torch._dynamo", "torch._inductor", "peft", "torchao", "scipy", "boto3", "matplotlib", "pandas"}
 LATE |= {"lance", "sympy", "torch.distributed.tensor", "transformers.distributed.tensor_parallel"}
+LATE |= {"accelerate", "requests"}
 
 
 def fresh(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -128,7 +129,7 @@ print(sorted({LATE!r} & set(sys.modules)))
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize(("task", "more"), [("finetune", set()), ("lora", {"peft"})])
+@pytest.mark.parametrize(("task", "more"), [("finetune", set()), ("lora", {"peft", "accelerate"})])
 def test_training_steps_without_the_compiler_which_comes_when_it_is_asked(task, more, tmp_path):
     """torch's optimisers would import it; nor does an adapter bring what cuts weights among processes."""
     models.save(models.create("tiny", seed=3), tmp_path / "base")
@@ -266,9 +267,65 @@ print(is_compiled_module(compiled), is_compiled_module(net), type(compiled) is O
 models.save(made, "b")
 """
     done = fresh(code, tmp_path)
-    assert done.stdout.splitlines() == ["[]", "True True", "True False True"]
+    assert done.stdout.splitlines() == ["['accelerate']", "True True", "True False True"]
     weights = [tmp_path / name / "unet" / "diffusion_pytorch_model.safetensors" for name in "ab"]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_what_waits_comes_when_it_is_called_while_others_wait(tmp_path):
+    """A name that was taken while all waited finds its library where waiting has begun anew."""
+    code = """
+import sys
+from darkroom.libraries import waiting
+with waiting():
+    from accelerate.utils import extract_model_from_parallel
+    from requests import get
+with waiting():
+    import torch
+    net = torch.nn.Linear(1, 1)
+    print(extract_model_from_parallel(net) is net)
+    import scipy, accelerate
+    print(type(scipy).__name__, type(accelerate).__name__, "requests" in sys.modules)
+import accelerate.utils
+print(extract_model_from_parallel is accelerate.utils.extract_model_from_parallel)
+"""
+    done = fresh(code, tmp_path)
+    assert done.stdout.splitlines() == ["True", "_LateModule module False", "False"]
+
+
+def test_transformers_keeps_the_names_that_it_finds(tmp_path):
+    """Kept names are those that it looks up; where their file is damaged it looks them up again."""
+    code = """
+import sys
+from pathlib import Path
+from darkroom.hardware.system import write_atomically
+from darkroom.libraries import keep_names
+if sys.argv[1:]:
+    keep_names(Path(sys.argv[1]), write_atomically)
+import transformers
+from transformers.utils import import_utils
+print(import_utils.create_import_structure_from_path.cache_info().misses > 100)
+print(type(import_utils.define_import_structure).__name__, transformers.BertModel.__name__)
+print(sorted(transformers._class_to_module.items()), [
+    (name, sorted(lacking)) for name, lacking in sorted(transformers._object_missing_backend.items())
+])
+"""
+
+    def lines(*arguments: str) -> list[str]:
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+        return done.stdout.splitlines()
+
+    plain = lines()
+    assert plain[:2] == ["True", "_lru_cache_wrapper BertModel"]
+    assert lines("kept") == plain
+    assert lines("kept") == ["False", *plain[1:]]
+    for damage in ("[1", "[[1, 2]]"):
+        for kept in (tmp_path / "kept").iterdir():
+            kept.write_text(damage)
+        assert lines("kept") == plain, damage
+    (tmp_path / "file").write_text("")
+    assert lines("file") == plain
 
 
 def test_a_library_that_waits_says_its_version() -> None:

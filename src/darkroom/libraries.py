@@ -6,29 +6,35 @@ lets those imports wait while it is open: a library is replaced by a stand-in wh
 thing when they are called or read, and a package's `__init__` runs when a name is asked of it that only it
 has. Nothing is missing afterwards, and no class or function of a library is another one.
 
-`limit_spinning`, `hush` and `let_pandas_wait` are for programs, before torch is imported. Importing this
-file imports none of them.
+`limit_spinning`, `collect_seldom`, `keep_names`, `hush` and `let_pandas_wait` are for programs, before torch
+is imported. Importing this file imports none of them.
 """
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
+import json
 import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Any
 
 LIBRARIES = (
+    "accelerate",
     "boto3",
     "peft",
+    "requests",
     "scipy",
     "sklearn",
     "torch.distributed.tensor",
@@ -63,6 +69,7 @@ class _LateName(type):
     _name: str
 
     def _real(cls) -> Any:
+        _wait_no_longer(cls._module)
         return getattr(importlib.import_module(cls._module), cls._name)
 
     def __call__(cls, *arguments: Any, **named: Any) -> Any:
@@ -352,6 +359,17 @@ def waiting(*, but: str = "") -> Iterator[None]:
                 _forget(name)
 
 
+def _wait_no_longer(module: str) -> None:
+    """Let the next import of a library's module find itself, also where `waiting` is open."""
+    library = next((one for one in LIBRARIES if f"{module}.".startswith(f"{one}.")), module)
+    for finder in sys.meta_path:
+        if isinstance(finder, _Finder) and library in finder.libraries:
+            finder.libraries.remove(library)
+    for name in [name for name in sys.modules if f"{name}.".startswith(f"{library}.")]:
+        if isinstance(sys.modules[name], _LateModule):
+            _forget(name)
+
+
 def _forget(name: str) -> None:
     module = sys.modules.pop(name, None)
     parent, _, child = name.rpartition(".")
@@ -365,6 +383,79 @@ def limit_spinning() -> None:
     Threads that spin without end make a U-Net step up to 30 times slower on a busy small machine.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
+def collect_seldom() -> None:
+    """Look for objects that only hold each other after 50,000 new ones, in place of Python's 700: importing
+    makes a million that stay. Where that was set to something else it stays.
+    """
+    if gc.get_threshold()[0] <= 2000:  # Python 3.14 has 2,000
+        gc.set_threshold(50_000, *gc.get_threshold()[1:])
+
+
+IMPORT_UTILS = "transformers.utils.import_utils"
+
+
+class _KeptNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Has transformers take from a file which names its 2,000 files define, which it looks up in all of them
+    whenever it is imported."""
+
+    def __init__(self, folder: Path, write: Callable[[Path, str], object]) -> None:
+        self.folder, self.write = folder, write
+        self.own: Any = None
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec of the module that looks the names up, with this loader; None for all other modules."""
+        if name != IMPORT_UTILS or (spec := importlib.machinery.PathFinder.find_spec(name, path)) is None:
+            return None
+        self.own, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Import the module; the first look-up, which is that of all models, may come from the file."""
+        module.__loader__ = self.own
+        self.own.exec_module(module)
+        look_up = vars(module).get("define_import_structure")
+        if look_up is None:
+            return
+
+        def kept(module_path: Any, prefix: str | None = None) -> Any:
+            vars(module)["define_import_structure"] = look_up
+            return self._names(look_up, Path(module_path), prefix)
+
+        vars(module)["define_import_structure"] = kept
+
+    def _names(self, look_up: Callable[..., Any], models: Path, prefix: str | None) -> Any:
+        version = importlib.metadata.version("transformers")
+        if "dev" in version:  # its files may change
+            return look_up(models, prefix=prefix)
+        known = f"{version} {models} {models.stat().st_mtime_ns} {prefix}"
+        file = self.folder / f"names-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # not there, or not what was written
+            return _names_of(file.read_text(encoding="utf-8"))
+        names = look_up(models, prefix=prefix)
+        text = json.dumps(
+            [[sorted(needs), {k: sorted(v) for k, v in of.items()}] for needs, of in names.items()]
+        )
+        if _names_of(text) == names:
+            with suppress(OSError):  # a cache that cannot be written costs the next start what this one took
+                self.write(file, text)
+        return names
+
+
+def _names_of(text: str) -> dict[frozenset[str], dict[str, set[str]]]:
+    return {frozenset(needs): {k: set(v) for k, v in of.items()} for needs, of in json.loads(text)}
+
+
+def keep_names(folder: Path, write: Callable[[Path, str], object]) -> None:
+    """Let transformers keep in a file of `folder`, which `write` writes, which names its files define."""
+    if "transformers" not in sys.modules and not any(isinstance(one, _KeptNames) for one in sys.meta_path):
+        sys.meta_path.insert(0, _KeptNames(folder, write))
 
 
 class _NoPandasYet(importlib.abc.MetaPathFinder):

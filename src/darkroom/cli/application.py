@@ -17,8 +17,15 @@ import typer
 import darkroom
 from darkroom import options
 from darkroom.errors import DarkroomError, RecipeError, is_out_of_memory, is_system_failure
-from darkroom.hardware.system import is_unicode, leaving_at_once, print_anything, reader_left
-from darkroom.libraries import hush, let_pandas_wait, limit_spinning
+from darkroom.hardware.system import (
+    cache_folder,
+    is_unicode,
+    leaving_at_once,
+    print_anything,
+    reader_left,
+    write_atomically,
+)
+from darkroom.libraries import collect_seldom, hush, keep_names, let_pandas_wait, limit_spinning
 
 app = typer.Typer(
     name="darkroom",
@@ -47,6 +54,8 @@ RECIPE_HELP = "the recipe: a YAML file, or recipes:NAME for one that comes with 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code; a user's mistake is one line, never a traceback."""
     limit_spinning()
+    collect_seldom()
+    keep_names(cache_folder() / "transformers", write_atomically)
     hush()
     let_pandas_wait()
     for stream in (sys.stdout, sys.stderr):
