@@ -34,7 +34,6 @@ LIBRARIES = (
     "accelerate",
     "boto3",
     "peft",
-    "requests",
     "scipy",
     "sklearn",
     "torch.distributed.tensor",
@@ -361,12 +360,14 @@ def waiting(*, but: str = "") -> Iterator[None]:
 
 def _wait_no_longer(module: str) -> None:
     """Let the next import of a library's module find itself, also where `waiting` is open."""
+    finders = [finder for finder in sys.meta_path if isinstance(finder, _Finder)]
+    if not finders:
+        return
     library = next((one for one in LIBRARIES if f"{module}.".startswith(f"{one}.")), module)
-    for finder in sys.meta_path:
-        if isinstance(finder, _Finder) and library in finder.libraries:
-            finder.libraries.remove(library)
-    for name in [name for name in sys.modules if f"{name}.".startswith(f"{library}.")]:
-        if isinstance(sys.modules[name], _LateModule):
+    for finder in finders:
+        finder.libraries = [one for one in finder.libraries if one != library]
+    for name in list(sys.modules):
+        if f"{name}.".startswith(f"{library}.") and isinstance(sys.modules.get(name), _LateModule):
             _forget(name)
 
 
@@ -389,7 +390,7 @@ def collect_seldom() -> None:
     """Look for objects that only hold each other after 50,000 new ones, in place of Python's 700: importing
     makes a million that stay. Where that was set to something else it stays.
     """
-    if gc.get_threshold()[0] <= 2000:  # Python 3.14 has 2,000
+    if gc.get_threshold()[0] in (700, 2000):  # the second is Python 3.14's
         gc.set_threshold(50_000, *gc.get_threshold()[1:])
 
 
@@ -432,24 +433,31 @@ class _KeptNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def _names(self, look_up: Callable[..., Any], models: Path, prefix: str | None) -> Any:
         version = importlib.metadata.version("transformers")
-        if "dev" in version:  # its files may change
+        if not {"site-packages", "dist-packages"} & set(models.parts):  # where somebody may be changing it
             return look_up(models, prefix=prefix)
         known = f"{version} {models} {models.stat().st_mtime_ns} {prefix}"
         file = self.folder / f"names-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
-        with suppress(OSError, ValueError, TypeError, AttributeError):  # not there, or not what was written
+        with suppress(*_NO_NAMES):
             return _names_of(file.read_text(encoding="utf-8"))
         names = look_up(models, prefix=prefix)
-        text = json.dumps(
-            [[sorted(needs), {k: sorted(v) for k, v in of.items()}] for needs, of in names.items()]
-        )
-        if _names_of(text) == names:
-            with suppress(OSError):  # a cache that cannot be written costs the next start what this one took
+        with suppress(*_NO_NAMES):  # a cache that cannot be written costs the next start what this one took
+            text = json.dumps(
+                [[sorted(needs), {k: sorted(v) for k, v in of.items()}] for needs, of in names.items()]
+            )
+            if _names_of(text) == names:
                 self.write(file, text)
         return names
 
 
+_NO_NAMES = (OSError, ValueError, TypeError, AttributeError)
+"""A file is not there, cannot be written or has something else; or names come in another form."""
+
+
 def _names_of(text: str) -> dict[frozenset[str], dict[str, set[str]]]:
-    return {frozenset(needs): {k: set(v) for k, v in of.items()} for needs, of in json.loads(text)}
+    names = {frozenset(needs): {k: set(v) for k, v in of.items()} for needs, of in json.loads(text)}
+    if not names:
+        raise ValueError("no names")
+    return names
 
 
 def keep_names(folder: Path, write: Callable[[Path, str], object]) -> None:

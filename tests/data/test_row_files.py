@@ -30,7 +30,7 @@ from test_loader import (  # the rows that the loader is tested with
 
 from darkroom.data import row_files
 from darkroom.data.loader import Batch, Loader, ReadSettings
-from darkroom.data.order import Order
+from darkroom.data.order import Order, OrderSettings
 from darkroom.data.row_files import FOLDER, UNREAD_DAYS, RowFiles
 from darkroom.data.store import Store
 
@@ -128,6 +128,46 @@ def test_latents_made_anew_are_read_anew(prepared: Store, tmp_path: Path) -> Non
     assert found[0]["moments"].float().mean() > before[0]["moments"].float().mean() + 900
 
 
+def test_a_column_that_takes_anothers_name_is_read_anew(tmp_path: Path) -> None:
+    """Its files are the same; both kinds of renaming, with the rows that were kept under the name before."""
+    store = Store.create(tmp_path / "scanned.lance")
+    store.add_columns(
+        [pa.field("one", pa.int64()), pa.field("two", pa.int64()), pa.field("three", pa.int64())]
+    )
+    numbers = [pa.array(range(start, start + 20), pa.int64()) for start in (0, 100, 200)]
+    table = rows(20)
+    for name, values in zip(("one", "two", "three"), numbers, strict=True):
+        table = table.append_column(name, values)
+    store.append(table)
+
+    def first() -> int:
+        order = Order(store.fragments, seed=0, global_batch=20, settings=OrderSettings(shuffle=False))
+        with Loader(store, order, read=ReadSettings(columns=("one",)), files=RowFiles(tmp_path)) as loader:
+            return int(next(loader)["one"][0])
+
+    assert first() == 0
+    store.dataset.alter_columns({"path": "one", "name": "zero"})
+    store.refresh()
+    store.dataset.alter_columns({"path": "two", "name": "one"})
+    store.refresh()
+    assert first() == 100
+    store.dataset.drop_columns(["one"])
+    store.refresh()
+    store.dataset.alter_columns({"path": "three", "name": "one"})
+    store.refresh()
+    assert first() == 200
+
+
+def swapped(data: bytearray) -> bytes:
+    """Two words that differ have each other's place."""
+    middle = len(data) // 16 * 8
+    other = next(
+        at for at in range(middle + 8, len(data) - 8, 8) if data[at : at + 8] != data[middle : middle + 8]
+    )
+    data[middle : middle + 8], data[other : other + 8] = data[other : other + 8], data[middle : middle + 8]
+    return bytes(data)
+
+
 def flipped(data: bytearray) -> bytes:
     """A bit of a row's latents is another one."""
     data[next(at for i in range(150) if (at := data.find(moments_of(i).tobytes())) > 0)] ^= 1
@@ -138,6 +178,7 @@ def flipped(data: bytearray) -> bytes:
     "damage",
     [
         flipped,
+        swapped,
         lambda data: bytes(data[: len(data) // 2]),
         lambda data: bytes(data[:-8]),
         lambda data: bytes(len(data)),
@@ -145,7 +186,7 @@ def flipped(data: bytearray) -> bytes:
         lambda _: b"",
         lambda _: b"12345678",
     ],
-    ids=["bit", "half", "no sum", "zeros", "zeros at the end", "empty", "short"],
+    ids=["bit", "swapped", "half", "no sum", "zeros", "zeros at the end", "empty", "short"],
 )
 def test_damaged_files_are_replaced(
     prepared: Store, tmp_path: Path, damage: Callable[[bytearray], bytes]
@@ -199,6 +240,61 @@ def test_a_disk_that_runs_full_loses_nothing(
     assert_all_same(batches(prepared, files), batches(prepared, None))
     assert len(said) == 1
     assert not kept(tmp_path / "rows")
+
+
+@pytest.mark.parametrize("options", [{}, ONE_BY_ONE], ids=["in blocks", "row by row"])
+def test_a_folder_may_be_deleted_while_it_is_used(
+    prepared: Store, tmp_path: Path, options: dict[str, int]
+) -> None:
+    plain, over = batches(prepared, None), threading.Event()
+
+    def deleting() -> None:
+        while not over.is_set():
+            shutil.rmtree(tmp_path / "rows", ignore_errors=True)
+
+    thread = threading.Thread(target=deleting)
+    files = RowFiles(tmp_path / "rows", limit_bytes=10_000_000)
+    thread.start()
+    try:
+        for _ in range(3):
+            assert_all_same(batches(prepared, files, **options), plain)
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_file_damaged_after_it_was_read_is_not_trusted(prepared: Store, tmp_path: Path) -> None:
+    files = RowFiles(tmp_path / "rows")
+    plain = batches(prepared, files)
+    batches(prepared, files)
+    for path in kept(tmp_path / "rows"):
+        path.write_bytes(b"")
+    assert_all_same(batches(prepared, files), plain)
+
+
+def test_a_folder_that_takes_no_files_is_said_once(prepared: Store, tmp_path: Path) -> None:
+    said: list[str] = []
+    files = RowFiles(tmp_path / "rows", say=said.append)
+    shutil.rmtree(files.folder)
+    files.folder.write_text("")
+    assert_all_same(batches(prepared, files), batches(prepared, None))
+    assert len(said) == 1
+    assert "takes no more files" in said[0]
+
+
+def test_processes_together_stay_near_the_limit(prepared: Store, tmp_path: Path) -> None:
+    batches(prepared, RowFiles(tmp_path / "all"))
+    names, tables = zip(
+        *((path.stem, RowFiles(tmp_path / "all").get(path.stem)) for path in kept(tmp_path / "all")),
+        strict=True,
+    )
+    size = kept(tmp_path / "all")[0].stat().st_size
+    processes = [RowFiles(tmp_path / "rows", limit_bytes=1000 * size) for _ in range(8)]
+    for i in range(2000):
+        name = f"{i:04x}" * 16
+        processes[i % 8].keep(name, tables[i % len(names)])
+    held = sum(path.stat().st_size for path in kept(tmp_path / "rows"))
+    assert 900 * size < held <= 1080 * size
 
 
 def test_what_was_long_unread_is_removed_and_nothing_else(prepared: Store, tmp_path: Path) -> None:

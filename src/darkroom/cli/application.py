@@ -55,7 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code; a user's mistake is one line, never a traceback."""
     limit_spinning()
     collect_seldom()
-    keep_names(cache_folder() / "transformers", write_atomically)
+    with suppress(RuntimeError):  # there is no home folder
+        keep_names(cache_folder() / "transformers", write_atomically)
     hush()
     let_pandas_wait()
     for stream in (sys.stdout, sys.stderr):

@@ -167,19 +167,27 @@ SESSIONS = 128
 class _FragmentRows:
     """Columns of a fragment, opened anew for every block."""
 
-    def __init__(self, fragment: Any, columns: list[str]) -> None:
-        self._fragment, self._columns = fragment, columns
+    def __init__(self, fragment: Any, columns: list[str], schema: Any) -> None:
+        self._fragment, self._columns, self._schema = fragment, columns, schema
 
     @cached_property
     def content(self) -> bytes:
-        """A hash of what the rows are: files are named anew when they change."""
+        """A hash of what the rows are: files are named anew when they change, and a column that was given
+        another's name has another number in the schema.
+        """
         held = self._fragment.metadata.to_json()
         parts = [held[name] for name in ("files", "overlays", "deletion_file", "physical_rows")]
-        return hashlib.sha256(json.dumps([self._columns, *parts]).encode()).digest()
+        columns = [_numbers(field) for field in self._schema.fields() if field.name() in self._columns]
+        return hashlib.sha256(json.dumps([columns, *parts]).encode()).digest()
 
     def take(self, rows: list[int]) -> pa.Table:
         """Rows by their number in the fragment."""
         return self._fragment.take(rows, columns=self._columns)
+
+
+def _numbers(field: Any) -> list[Any]:
+    """A field of a Lance schema: its name, its number and its children's."""
+    return [field.name(), field.id(), [_numbers(child) for child in field.children()]]
 
 
 class _OpenRows(_FragmentRows):
@@ -208,12 +216,12 @@ class Reader:
         self._order, self._wanted, self._files = order, list(wanted), files
         self._starts = np.array([fragment.offset for fragment in store.fragments], dtype=np.int64)
         self._columns = [want.column for want in wanted]
-        fragments = store.dataset.get_fragments()
+        fragments = list(zip(store.dataset.get_fragments(), store.schemas(), strict=True))
         self._fragments: list[_FragmentRows] = [
-            _FragmentRows(fragment, self._columns) for fragment in fragments
+            _FragmentRows(fragment, self._columns, schema) for fragment, schema in fragments
         ]
         if len(fragments) <= SESSIONS:
-            self._fragments = [_OpenRows(fragment, self._columns) for fragment in fragments]
+            self._fragments = [_OpenRows(one, self._columns, schema) for one, schema in fragments]
 
     def block(self, number: int) -> Block:
         """A whole block of the order; from one file, where rows are kept."""

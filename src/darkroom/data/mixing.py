@@ -264,6 +264,10 @@ class MixedStore(Store):
         """What can be read of all of them by fragment."""
         return _Datasets(self.stores)
 
+    def schemas(self) -> list[Any]:
+        """The schema of each fragment of each store."""
+        return [schema for store in self.stores for schema in store.schemas()]
+
     def columns(self) -> dict[str, dict[str, str]]:
         """The columns that every store has with the same crop, with the first store's metadata."""
         first, *others = (store.columns() for store in self.stores)

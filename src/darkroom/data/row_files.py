@@ -2,7 +2,7 @@
 
 For a store at an address, which is then downloaded once and not in every epoch, and for one that is larger
 than what the loader keeps in memory: mapped rows lie in the system's file cache, which the processes of a
-machine share. A file holds a block of rows, or one large row, as an Arrow stream and a sum over its bytes.
+machine share. A file holds a block of rows, or one large row, as an Arrow stream and the CRC-32 of its bytes.
 Its name is a hash of what was read: rows that change have another name, and stale ones are never found.
 """
 
@@ -15,10 +15,11 @@ import secrets
 import shutil
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 
 from darkroom.hardware.system import atomic_replace, remove_file, sync_file
@@ -38,8 +39,9 @@ MAPPED_BYTES = 1 << 20
 class RowFiles:
     """A folder of rows, which processes may share; threads may call it.
 
-    Where it is full (`limit_bytes`, and a tenth of the disk stays free) further rows are read from the
-    store each time; `say` hears it. OSError where the folder cannot be made or written to.
+    Where it is full (about `limit_bytes`, and a tenth of the disk stays free), or no longer takes files,
+    further rows are read from the store each time; `say` hears it. OSError where the folder cannot be made or
+    written to at first.
     """
 
     def __init__(
@@ -67,16 +69,17 @@ class RowFiles:
         path = self._path(name)
         try:
             data = _content(path)
-        except FileNotFoundError:
+            if name not in self._checked:
+                if not _is_whole(data):
+                    del data  # on Windows what is mapped cannot be removed
+                    remove_file(path)
+                    return None
+                self._checked.add(name)
+                with suppress(OSError):  # it is another user's
+                    os.utime(path)
+            return pa.ipc.open_stream(data).read_all()
+        except (OSError, pa.ArrowInvalid):  # gone, or not to be read: the store has the rows
             return None
-        if name not in self._checked:
-            if not _is_whole(data):
-                del data  # on Windows what is mapped cannot be removed
-                remove_file(path)
-                return None
-            os.utime(path)
-            self._checked.add(name)
-        return pa.ipc.open_stream(data).read_all()
 
     def keep(self, name: str, table: pa.Table) -> None:
         """Write a table's file, unless the folder is full."""
@@ -92,25 +95,23 @@ class RowFiles:
             stream.write_table(table)
         data = sink.getvalue()
         size = data.size + SUM_BYTES
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             if self._fits(size):
                 _write_whole(path, data)
             else:
-                self._stop()
+                self._stop("is full")
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            self._stop()
+            self._stop(f"takes no more files ({error.strerror})")
         finally:
             with self._lock:
                 self._writing_bytes -= size
 
-    def _stop(self) -> None:
+    def _stop(self, why: str) -> None:
         with self._lock:
             first, self._full = not self._full, True
         if first and self._say is not None:
-            self._say(f"{self.folder} is full: the rows that it lacks are read from the store each time")
+            self._say(f"{self.folder} {why}: the rows that it lacks are read from the store each time")
 
     def _fits(self, size: int) -> bool:
         """Whether a file of so many bytes still has its place; other processes' are counted now and then."""
@@ -119,7 +120,7 @@ class RowFiles:
             self.used_bytes += size
             self._uncounted_bytes += size
             if self._limit_bytes is not None:
-                if self._uncounted_bytes > self._limit_bytes / 20:
+                if self._uncounted_bytes > self._limit_bytes / 100:
                     self.used_bytes, self._uncounted_bytes = self._count() + self._writing_bytes, 0
                 if self.used_bytes > self._limit_bytes:
                     return False
@@ -130,29 +131,18 @@ class RowFiles:
         """Bytes of the files; those not read for so long are removed first."""
         total, now = 0, time.time()
         for entry in self._files():
-            try:
+            with suppress(OSError):  # another process was quicker, or it is another user's
                 found = entry.stat()
-            except FileNotFoundError:  # another process was quicker
-                continue
-            if remove_after_s is not None and now - found.st_mtime > remove_after_s:
-                remove_file(entry.path)
-            else:
-                total += found.st_size
+                if remove_after_s is not None and now - found.st_mtime > remove_after_s:
+                    remove_file(entry.path)
+                else:
+                    total += found.st_size
         return total
 
     def _files(self) -> Iterator[os.DirEntry[str]]:
         for part in os.scandir(self.folder):
-            if part.is_dir(follow_symlinks=False):
-                with os.scandir(part.path) as entries:
-                    yield from (entry for entry in entries if NAME.fullmatch(entry.name))
-
-
-def _content(path: Path) -> pa.Buffer:
-    """A file's bytes: mapped, where few such files would be open at once."""
-    if path.stat().st_size < MAPPED_BYTES:
-        return pa.py_buffer(path.read_bytes())
-    with pa.memory_map(str(path)) as file:
-        return file.read_buffer()
+            with suppress(OSError), os.scandir(part.path) as entries:
+                yield from (entry for entry in entries if NAME.fullmatch(entry.name))
 
 
 def _write_whole(path: Path, data: pa.Buffer) -> None:
@@ -171,15 +161,18 @@ def _write_whole(path: Path, data: pa.Buffer) -> None:
             raise
 
 
+def _content(path: Path) -> pa.Buffer:
+    """A file's bytes: mapped, where few such files would be open at once."""
+    if path.stat().st_size < MAPPED_BYTES:
+        return pa.py_buffer(path.read_bytes())
+    with pa.memory_map(str(path)) as file:
+        return file.read_buffer()
+
+
 def _sum(data: pa.Buffer) -> int:
-    """A sum over a stream's bytes, which are a multiple of eight, as 64-bit numbers, and their count."""
-    size: int = data.size
-    total = int(np.frombuffer(data, np.uint64).sum()) + size
-    return total % (1 << 8 * SUM_BYTES)
+    return zlib.crc32(data)
 
 
 def _is_whole(data: pa.Buffer) -> bool:
-    if data.size < 2 * SUM_BYTES or data.size % 8:
-        return False
     end = data.size - SUM_BYTES
-    return _sum(data.slice(0, end)) == int.from_bytes(data.slice(end), "little")
+    return bool(end > 0 and _sum(data.slice(0, end)) == int.from_bytes(data.slice(end), "little"))

@@ -192,6 +192,10 @@ class Store:
             for field in self.dataset.schema
         }
 
+    def schemas(self) -> list[lance.LanceSchema]:
+        """Each fragment's schema, in which a column has a number that it keeps under another name."""
+        return [self.dataset.lance_schema] * len(self.fragments)
+
     # ---- reading
 
     def take(self, positions: Sequence[int] | NDArray[np.int64], columns: Sequence[str]) -> pa.Table:

@@ -184,14 +184,15 @@ class DataSettings(BaseModel):
     prefetch_batches: int = Field(default=4, ge=1, le=1024, description="batches read ahead")
     cache: str | None = Field(
         default=None,
+        min_length=1,
         description="folder on a local disk where rows that are read are kept as files: of a store at an "
-        "address each machine downloads a row once; what lies there is never needed and may be deleted",
+        "address each machine downloads a row once; what lies there may be deleted",
     )
     cache_gb: float | None = Field(
         default=None,
         gt=0,
         le=1e9,
-        description="the most that the files take; null: what the disk has, less a tenth",
+        description="about the most that the files take; null: what the disk has, less a tenth",
     )
 
     @property

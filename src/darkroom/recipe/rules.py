@@ -356,17 +356,19 @@ def check_distill(
 
 
 def check_online(task: str, data: DataSettings) -> None:
-    """What cannot be encoded by other machines."""
+    """What cannot be encoded by other machines, and where rows cannot be kept."""
+    if data.cache is not None and "://" in data.cache:
+        raise RecipeError("data.cache", data.cache, allowed="a folder on a local disk")
     if data.encode != "online":
         return
+    if data.cache is not None:
+        raise RecipeError("data.cache", "given with data.encode=online, whose rows other machines read")
     if task in (*VAE_TASKS, "extractor"):
         raise RecipeError(
             "data.encode", f"online with the task {task}, which learns from pixels", allowed="inline"
         )
     if data.store is None:
         raise RecipeError("data.encode", "online without data.store", allowed="inline or auto, with a folder")
-    if data.cache is not None:
-        raise RecipeError("data.cache", "given with data.encode=online, whose rows other machines read")
 
 
 SHARDED_TASKS = ("pretrain", "finetune", "distill")

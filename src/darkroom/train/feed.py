@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -180,7 +181,7 @@ def make_row_files(data: DataSettings, say: Callable[[str], object]) -> RowFiles
         return None
     limit = None if data.cache_gb is None else int(data.cache_gb * 1e9)
     try:
-        return RowFiles(data.cache, limit_bytes=limit, say=say)
+        return RowFiles(Path(data.cache).expanduser(), limit_bytes=limit, say=say)
     except OSError as error:
         raise RecipeError("data.cache", f"{data.cache}: {error.strerror}") from error
 
