@@ -101,7 +101,7 @@ class Browser:
         assert "exceptionDetails" not in told, told["exceptionDetails"]
         return told["result"].get("value")
 
-    def until(self, expression: str, timeout_s: float = 30) -> Any:
+    def until(self, expression: str, timeout_s: float = 180) -> Any:
         """Wait until an expression is true; its value."""
         start = time.monotonic()
         while time.monotonic() - start < timeout_s:

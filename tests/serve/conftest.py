@@ -33,6 +33,8 @@ from darkroom.serve.settings import ServeSettings
 DARKROOM = (sys.executable, "-c", "from darkroom.cli.application import main; main()")
 SMALL = {"unet": {"block_out_channels": [16, 32]}, "vae": {"block_out_channels": [8, 16, 16]}}
 NUM_ADAPTERS = 6
+HANGS_S = 240.0
+"""Nothing takes so long, on the slowest machine beside other work: what does has hung."""
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +94,7 @@ def run_core(model_folder, tmp_path) -> Callable[..., Any]:
             try:
                 while wait and core.state == "loading":
                     await asyncio.sleep(0.01)
-                return await asyncio.wait_for(scenario(core), 60)
+                return await asyncio.wait_for(scenario(core), HANGS_S)
             finally:
                 await core.close()
 
@@ -110,7 +112,7 @@ def run_http(run_core) -> Callable[..., Any]:
             keys = None if core.settings.key_file is None else Keys(core.settings.key_file)
             there = httpx.ASGITransport(make_app(core, keys))  # type: ignore[arg-type]
             url = "http://127.0.0.1:8000"
-            async with httpx.AsyncClient(transport=there, base_url=url, timeout=60) as http:
+            async with httpx.AsyncClient(transport=there, base_url=url, timeout=HANGS_S) as http:
                 return await scenario(core, http)
 
         return run_core(whole, **settings)
@@ -153,9 +155,9 @@ class Server:
             )
         port = options[options.index("--port") + 1] if "--port" in options else None
         self.url = self._address() if port is None else f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=HANGS_S)
 
-    def first_answer(self, path: str, timeout_s: float = 60) -> httpx.Response:
+    def first_answer(self, path: str, timeout_s: float = HANGS_S) -> httpx.Response:
         """What a server of a port that was given answers as soon as it listens, long before it says so."""
         start = time.monotonic()
         while True:
@@ -190,12 +192,12 @@ class Server:
         self.process.kill()
         self.process.wait()
 
-    def stop(self, timeout_s: float = 60) -> int:
+    def stop(self, timeout_s: float = HANGS_S) -> int:
         """SIGTERM; the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
-    def finished(self, job_id: str, timeout_s: float = 60) -> dict[str, Any]:
+    def finished(self, job_id: str, timeout_s: float = HANGS_S) -> dict[str, Any]:
         """The job once it is over."""
         start = time.monotonic()
         while time.monotonic() - start < timeout_s:
