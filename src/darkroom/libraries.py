@@ -239,13 +239,32 @@ class _There(importlib.abc.Loader):
         """It has run."""
 
 
-class _OnCompiler(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _Wrapping(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports a module by its own loader, with something done before or after."""
+
+    own: Any = None
+
+    def _wrapped(self, name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+        """The module's spec with this loader; None where there is no such module."""
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None:
+            self.own, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return None
+
+    def _run(self, module: ModuleType) -> None:
+        module.__loader__ = self.own
+        self.own.exec_module(module)
+
+
+class _OnCompiler(_Wrapping):
     """Imports torch's compiler as ever, and then tells it what was marked for it before."""
 
     def __init__(self) -> None:
         self.marked: list[tuple[str, Any]] = []
         self.undone: list[Any] = []
-        self.own: Any = None
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -259,19 +278,11 @@ class _OnCompiler(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 _forget_stand_in()
                 importlib.import_module(COMPILER)
             return importlib.machinery.ModuleSpec(name, _There()) if name in sys.modules else None
-        if name != COMPILER or (spec := importlib.machinery.PathFinder.find_spec(name, path)) is None:
-            return None
-        self.own, spec.loader = spec.loader, self
-        return spec
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return None
+        return self._wrapped(name, path) if name == COMPILER else None
 
     def exec_module(self, module: ModuleType) -> None:
         """Import the module, then apply the marks that waited for it."""
-        module.__loader__ = self.own
-        _with_settings(module)
-        self.own.exec_module(module)
+        self._run(_with_settings(module))
         for mark, what in self.marked:
             getattr(module, mark)(what)
         for function in self.undone:  # torch disables it anew at its next call
@@ -397,30 +408,22 @@ def collect_seldom() -> None:
 IMPORT_UTILS = "transformers.utils.import_utils"
 
 
-class _KeptNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _KeptNames(_Wrapping):
     """Has transformers take from a file which names its 2,000 files define, which it looks up in all of them
     whenever it is imported."""
 
     def __init__(self, folder: Path, write: Callable[[Path, str], object]) -> None:
         self.folder, self.write = folder, write
-        self.own: Any = None
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The spec of the module that looks the names up, with this loader; None for all other modules."""
-        if name != IMPORT_UTILS or (spec := importlib.machinery.PathFinder.find_spec(name, path)) is None:
-            return None
-        self.own, spec.loader = spec.loader, self
-        return spec
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return None
+        return self._wrapped(name, path) if name == IMPORT_UTILS else None
 
     def exec_module(self, module: ModuleType) -> None:
         """Import the module; the first look-up, which is that of all models, may come from the file."""
-        module.__loader__ = self.own
-        self.own.exec_module(module)
+        self._run(module)
         look_up = vars(module).get("define_import_structure")
         if look_up is None:
             return

@@ -95,6 +95,8 @@ class RowFiles:
             stream.write_table(table)
         data = sink.getvalue()
         size = data.size + SUM_BYTES
+        with self._lock:
+            self._writing_bytes += size
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if self._fits(size):
@@ -116,7 +118,6 @@ class RowFiles:
     def _fits(self, size: int) -> bool:
         """Whether a file of so many bytes still has its place; other processes' are counted now and then."""
         with self._lock:
-            self._writing_bytes += size
             self.used_bytes += size
             self._uncounted_bytes += size
             if self._limit_bytes is not None:
